@@ -1,6 +1,5 @@
 #pragma once
-// What benchmarks share of their main function: the words of the command line, the end with an
-// error.
+// The main function of a benchmark: words of the command line, and the end with an error.
 
 #include <ATen/Parallel.h>
 
@@ -16,9 +15,10 @@
 
 namespace bench {
 
-/// What the samples measure: the wall's time, or time on a core, which a busy machine disturbs
-/// less: of this thread (the same for work that one thread does alone), or of all threads of the
-/// process (the host's part of work on a device, whose backward another thread runs).
+/// The clock of samples. Wall: the wall's time. The others are time on cores, which a busy machine
+/// disturbs less. Thread: of this thread, for work that one thread does alone. Process: of all
+/// threads of the process, for the host's part of work on a device, whose backward runs on another
+/// thread.
 enum class Clock { Wall, Thread, Process };
 
 struct Arguments {
@@ -31,11 +31,11 @@ struct Arguments {
   std::string commit{};
 };
 
-/// A word that only one program knows with the name of its value ("--threads N"), and where that
-/// goes.
+/// A word of the command line that one program alone knows, with the name of its value ("--threads
+/// N"), and the variable for that value.
 using OwnWord = std::pair<std::string, std::string*>;
 
-/// What a command prints on its first line; empty if it fails.
+/// Returns the first line that a command prints; empty if the command fails.
 inline std::string output_of(const std::string& command) {
   std::string line;
   if (FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r")) {
@@ -47,7 +47,7 @@ inline std::string output_of(const std::string& command) {
   return line;
 }
 
-/// Where the work of a program can run.
+/// The devices on which the work of a program can run.
 enum class RunsOn { Cpu, AnyDevice };
 
 inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = {},
@@ -95,7 +95,7 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
   return result;
 }
 
-/// The main function of a benchmark: `run` in one thread, unless it asks for more, and its exit
+/// Runs the main function of a benchmark, in one thread unless `run` sets more. Returns the exit
 /// status.
 inline int main_of(int (*run)(int argc, char** argv), int argc, char** argv) {
   try {

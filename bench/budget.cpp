@@ -1,5 +1,6 @@
-// What a byte budget costs: operator work by a frozen table of costs, and seconds, at shares of the
-// plain peak; beside other choices of what to drop, regions, and plans. See METHOD.md.
+// Measures the cost of a byte budget at shares of the plain peak: operator work by a frozen table
+// of costs, and seconds. Compares other choices of values to drop, regions, and plans. See
+// METHOD.md.
 
 #include <fnmatch.h>
 #include <sys/resource.h>
@@ -59,7 +60,7 @@ struct Net {
   const char* name;
   std::shared_ptr<torch::nn::Module> model;
   std::function<Tensor()> loss;
-  std::vector<remat::Stage> stages{};  ///< the same as a chain: blocks, with one stage at each end
+  std::vector<remat::Stage> stages{};  ///< the net as a chain: blocks, with one stage at each end
   Tensor input{};                      ///< of the stages
 };
 
@@ -67,7 +68,7 @@ constexpr int percents[] = {80, 60, 50, 40, 30, 20, 15};
 
 class Trial {
  public:
-  /// `pattern`: of the ways that take part beside plain.
+  /// `pattern`: selects the ways that take part beside plain.
   Trial(Net net, std::string pattern, bool smoke)
       : net_(std::move(net)), pattern_(std::move(pattern)), smoke_(smoke) {
     for (Tensor& each : net_.model->parameters()) each.mutable_grad() = torch::zeros_like(each);
@@ -197,7 +198,7 @@ class Trial {
     remat::budget::set_costs(remat::budget::costs());
   }
 
-  /// Has each stage count its runs, and finds the work of its forward.
+  /// Makes each stage count its runs, and finds the work of its forward.
   void count_runs() {
     Tensor x = net_.input;
     num_runs_.resize(net_.stages.size());
@@ -213,8 +214,8 @@ class Trial {
     }
   }
 
-  /// Returns the work of the stages that ran again in the latest step. The stop of a recompute
-  /// after the last save is left out.
+  /// Returns the work of the stages that ran again in the latest step, without the stop of a
+  /// recompute after the last save.
   double seconds_of_runs() const {
     double sum = 0;
     for (std::size_t i = 0; i < num_runs_.size(); ++i)
@@ -301,7 +302,7 @@ int run(int argc, char** argv) {
   std::string chosen, ways = "*";
   const bench::Arguments arguments =
       bench::parse(argc, argv, {{"--net NAME", &chosen}, {"--ways PATTERN", &ways}});
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  const remat::MemoryMeter first;  // before the tensors that it counts
   const std::pair<const char*, Net (*)(bool)> nets[] = {
       {"transformer", written_out}, {"demo", demo}, {"resnet", resnet}, {"unet", u_net}};
   for (const auto& [name, make] : nets) {

@@ -1,6 +1,6 @@
 #pragma once
-// The nets of the benchmark of budgets, in the sizes of the prototype that chose what to drop: a
-// transformer whose attention is written out, a residual net with batch norms, a U-Net.
+// The nets of the benchmark of budgets, in the sizes of the prototype that chose the values to
+// drop: a transformer with written-out attention, a residual net with batch norms, a U-Net.
 
 #include <torch/torch.h>
 
@@ -21,7 +21,7 @@ struct NetSize {
   int64_t blocks, width, batch, side;  ///< `side`: of a picture, or the length of a text
 };
 
-/// As in Python: one operator. `torch::nn::Linear` takes two for (B, T, width).
+/// One operator, as in Python. `torch::nn::Linear` takes two for (B, T, width).
 inline Tensor linear(const Tensor& x, const nn::Linear& layer) {
   return torch::linear(x, layer->weight, layer->bias);
 }

@@ -1,4 +1,4 @@
-// What the checks of a region cost: a training step of regions with one option changed, over the
+// Measures the checks of a region: a training step of regions with one option changed, over the
 // same step with the defaults. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
@@ -58,8 +58,8 @@ struct Model {
 std::vector<Model> models() {
   const at::Tensor up = at::randn({1024, 256}).mul_(0.05).requires_grad_();
   const at::Tensor down = at::randn({256, 1024}).mul_(0.05).requires_grad_();
-  // Nothing but bookkeeping: one element, four operators a region. And two layers with an
-  // activation between them, as the MLP of a transformer; batch 64.
+  // The first model is bookkeeping only: one element, four operators a region. The second has two
+  // layers with an activation between them, like the MLP of a transformer; batch 64.
   return {{"one element", 20, at::full({1}, 0.5),
            [](const at::Tensor& x) { return x.sin().sin().sin().sin(); }},
           {"layers", 4, at::randn({64, 256}), [up, down](const at::Tensor& x) {

@@ -1,5 +1,5 @@
-// How many tokens a second a GPT trains on, and with which peak: plain, each block a region,
-// matmuls kept, plans at half and at a quarter of plain's peak, inputs offloaded. See METHOD.md.
+// Measures tokens a second and the peak of a GPT in training: plain, each block a region, matmuls
+// kept, plans at half and at a quarter of plain's peak, inputs offloaded. See METHOD.md.
 
 #include <remat/plan.h>
 
@@ -133,7 +133,7 @@ class Gpt {
   std::vector<remat::Stage> stages_;
 };
 
-/// The same model, trained in Python's ways.
+/// The same model, trained in the ways of Python.
 class Python {
  public:
   Python(const std::string& interpreter, const Size& size, const std::string& dtype,
@@ -160,7 +160,7 @@ class Python {
   bench::Peer peer_;
 };
 
-/// What was found of one way.
+/// The measurements of one way.
 struct Row {
   std::string name;
   int64_t peak_bytes;
@@ -204,7 +204,7 @@ int run(int argc, char** argv) {
   Target target;
   target.device = arguments.device;
   target.take("--dtype", [&] { return dtype; });
-  const remat::MemoryMeter first(target.device);  // before the tensors it shall count
+  const remat::MemoryMeter first(target.device);  // before the tensors that it counts
   torch::manual_seed(1);
   const Size size = size_of(arguments.smoke ? "tiny" : name);
   Gpt gpt(size, target);

@@ -17,11 +17,11 @@
 namespace bench {
 
 struct HeapCount {
-  int64_t bytes = 0;   ///< of blocks taken and not given back, with malloc's rounding and its word
-  int64_t blocks = 0;  ///< taken and not given back
+  int64_t bytes = 0;   ///< of blocks that are still taken, with malloc's rounding and its word
+  int64_t blocks = 0;  ///< blocks that are still taken
 };
 
-/// Counts while alive what this thread takes and gives back. One at a time.
+/// Counts the blocks that this thread takes and frees, for its lifetime. One at a time.
 class HeapCounter {
  public:
   HeapCounter() { state() = {.is_counting = true}; }
@@ -51,8 +51,8 @@ class HeapCounter {
 }  // namespace bench
 
 #if REMAT_BENCH_COUNTS_HEAP
-// A program's own malloc comes before the C library's for every library that it loads, operator new
-// included. What the C library's does is left to it.
+// A program's own malloc comes before that of the C library for every library that it loads,
+// operator new included. The C library still does the work.
 extern "C" {
 void* __libc_malloc(std::size_t bytes);
 void* __libc_calloc(std::size_t count, std::size_t bytes);
@@ -87,7 +87,7 @@ void free(void* block) noexcept {
 void* realloc(void* block, std::size_t bytes) noexcept {
   if (block != nullptr) bench::HeapCounter::note(malloc_usable_size(block), -1);
   void* const moved = __libc_realloc(block, bytes);
-  // Where it failed the old block is still there.
+  // After a failure the old block is still there.
   if (moved == nullptr && bytes != 0) return bench_taken(block), nullptr;
   return bench_taken(moved);
 }
@@ -96,7 +96,7 @@ void* realloc(void* block, std::size_t bytes) noexcept {
 
 namespace bench {
 
-/// Blocks that no count sees, neither when they are taken nor when they are given back.
+/// Takes blocks that no counter sees, neither when they are taken nor when they are freed.
 #if REMAT_BENCH_COUNTS_HEAP
 inline void* take_uncounted(std::size_t alignment, std::size_t bytes) {
   void* const block = __libc_memalign(alignment, bytes);
@@ -106,7 +106,7 @@ inline void* take_uncounted(std::size_t alignment, std::size_t bytes) {
 inline void give_back_uncounted(void* block) { __libc_free(block); }
 #else
 inline void* take_uncounted(std::size_t alignment, std::size_t bytes) {
-  // aligned_alloc wants whole multiples.
+  // aligned_alloc requires whole multiples.
   void* const block =
       std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
   if (block == nullptr) throw std::bad_alloc();

@@ -1,4 +1,4 @@
-// What K partial gradients through one retained graph cost: plainly, with regions, and with regions
+// Measures K partial gradients through one retained graph: plain, with regions, and with regions
 // that share their recomputes. See METHOD.md.
 
 #include <remat/checkpoint.h>
@@ -25,7 +25,7 @@ struct Sizes {
   int64_t regions = 8, width = 128, batch = 64, outputs = 50;
 };
 
-/// Linear, GELU, linear and a residual, as the MLP of a transformer. (B, width) -> (B, width)
+/// Linear, GELU, linear and a residual, like the MLP of a transformer. (B, width) -> (B, width)
 class LayersImpl : public torch::nn::Module {
  public:
   explicit LayersImpl(int64_t width)
@@ -50,8 +50,8 @@ class Network {
     input_ = torch::randn({sizes.batch, sizes.width}).requires_grad_();
   }
 
-  /// One forward, then `rows` calls of grad(): row k is that of the k-th output, meaned over the
-  /// batch, by the input.
+  /// Runs one forward, then `rows` calls of grad(). Row k is the gradient of the k-th output,
+  /// averaged over the batch, by the input.
   std::vector<Tensor> jacobian(Way way, int64_t rows) {
     Tensor y = input_;
     for (Layers& each : layers_) y = way == Way::Plain ? each(y) : remat::checkpoint(each, y);
@@ -81,7 +81,8 @@ struct Facts {
   int64_t recomputes = 0, peak_bytes = 0;
 };
 
-/// Runs once and counts; throws if a row is not the plain one, or regions ran more or less often.
+/// Runs once and counts. Throws if a row differs from the plain one, or if regions ran a wrong
+/// number of times.
 Facts verify(Network& network, Way way, int64_t rows) {
   const std::vector<Tensor> expected = network.jacobian(Way::Plain, rows);
   remat::MemoryMeter meter;

@@ -1,6 +1,5 @@
 #pragma once
-// What is measured of work: robust statistics, bytes, and the JSON line that every benchmark
-// prints.
+// Measurements of work: robust statistics, bytes, and the JSON line that every benchmark prints.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
@@ -32,7 +31,7 @@ inline int64_t now_ns(Clock clock) {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// Returns once the device has done what was queued on the current stream.
+/// Waits until the device has done the work queued on the current stream.
 inline void wait_for(const at::Device& device) {
   if (device.is_cpu()) return;
   c10::Event event(device.type());
@@ -40,7 +39,7 @@ inline void wait_for(const at::Device& device) {
   event.synchronize();
 }
 
-/// The time when everything queued so far is done.
+/// Returns the time when all work queued so far is done.
 inline int64_t now_ns(const Arguments& arguments) {
   wait_for(arguments.device);
   return now_ns(arguments.clock);
@@ -72,8 +71,8 @@ struct StepBytes {
   int64_t held = 0, peak = 0;
 };
 
-/// Of one step, whose loss `forward` returns, beyond what is there before it: after forward, and at
-/// most.
+/// Returns the bytes of one step beyond those alive before it, after forward and at the peak.
+/// `forward` returns the loss.
 template <class Forward>
 StepBytes bytes_of(const Forward& forward, const at::Device& device = at::kCPU) {
   remat::MemoryMeter meter(device);
@@ -89,8 +88,8 @@ StepBytes bytes_of(const Forward& forward, const at::Device& device = at::kCPU) 
   return result;
 }
 
-/// Throws if what was found is not what plain autograd gives: bit by bit on the CPU, nearly on an
-/// accelerator, whose kernels may add in another order.
+/// Throws if `found` differs from the gradients of plain autograd. The comparison is bit by bit on
+/// the CPU, and approximate on an accelerator, whose kernels may add in another order.
 inline void require_plain(const std::vector<at::Tensor>& found,
                           const std::vector<at::Tensor>& plain, const std::string& where) {
   for (std::size_t i = 0; i < plain.size(); ++i)
@@ -106,7 +105,7 @@ std::string text(const char* format, Values... values) {
   return line;
 }
 
-/// One line on stdout. `params` are JSON members without the braces; so is what was `measured`.
+/// Prints one line. `params` and `measured` are JSON members without the braces.
 inline void print_json(const char* name, const std::string& params, const Arguments& arguments,
                        const std::string& measured) {
 #if defined(__clang__)
@@ -124,7 +123,7 @@ inline void print_json(const char* name, const std::string& params, const Argume
   std::fflush(stdout);
 }
 
-/// The same of times, and of what else was measured (bytes, counts).
+/// Prints a line with times, and with other measurements (bytes, counts) in `measured`.
 inline void print_json(const char* name, const std::string& params, const Arguments& arguments,
                        const Statistics& result, const std::string& measured = {}) {
   const char* const clock = arguments.clock == Clock::Wall     ? "wall"

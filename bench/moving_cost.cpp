@@ -1,5 +1,5 @@
-// What moving saved tensors to a file costs the thread that saves and reads them, beside the copies
-// themselves. See METHOD.md.
+// Measures the cost of moving saved tensors to a file, on the thread that saves and reads them and
+// beside the copies themselves. See METHOD.md.
 
 #include <ATen/ops/randn.h>
 #include <remat/hooks.h>
@@ -37,7 +37,7 @@ struct Side {
   std::vector<double> thread_ns{}, process_ns{};  ///< of one step, one value a round
 };
 
-/// A chain of which each tensor between two operators is saved by one of them, or by both.
+/// A chain in which each tensor between two operators is saved by one of them, or by both.
 struct Work {
   const char* name;
   std::function<Tensor(Tensor)> layer;
@@ -81,7 +81,7 @@ class Chain {
 
 int run(int argc, char** argv) {
   std::string directory = std::filesystem::temp_directory_path().string();
-  std::string only;  // a side that runs alone, for a profiler
+  std::string only;  // the only side to run, for a profiler
   const bench::Arguments arguments =
       bench::parse(argc, argv, {{"--directory PATH", &directory}, {"--only SIDE", &only}});
   const int64_t length = arguments.smoke ? 4 : 48, bytes = arguments.smoke ? 1 << 12 : 1 << 20;

@@ -1,5 +1,4 @@
-// What it costs to keep saved tensors elsewhere, per saved byte, against plain autograd. See
-// METHOD.md.
+// Measures places for saved tensors, per saved byte, against plain autograd. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
@@ -63,7 +62,7 @@ at::Tensor plain_gradient(const at::Tensor& at_x) {
   return x.grad();
 }
 
-/// A chain of sines: each saves its input, all but the first of which can be moved.
+/// A chain of sines. Each saves its input, and all inputs but the first can be moved.
 Times measure(const Variant& variant, int64_t numel, const bench::Arguments& arguments) {
   at::Tensor values = at::rand({numel});
   values.mutable_data_ptr<float>()[0] = 0.25f;

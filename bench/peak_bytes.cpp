@@ -1,5 +1,4 @@
-// Whether a step's peak is what theory says, to the byte, on stages whose saves are known. See
-// METHOD.md.
+// Compares a step's peak with theory, to the byte, on stages with known saves. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -20,12 +19,13 @@
 
 namespace {
 
-/// A chain of stages that each are some `sin` of a tensor, and a loss: the sum of one more `sin`.
+/// A chain of stages of `sines` `sin` each, and a loss: the sum of one more `sin`.
 struct Chain {
   int64_t stages, sines, bytes;  ///< `sines` of each stage; [bytes] of a tensor
-  int64_t loss_bytes = 4;        ///< alive beside all that `cost` says, as the caller holds it
+  int64_t loss_bytes = 4;        ///< the loss, which the caller holds beside all bytes of `cost`
 
-  /// A stage keeps what its `sin` read, but for its own input, which the stage before has made.
+  /// A stage saves the tensors that its `sin` read, but for its own input, which the stage before
+  /// saves.
   remat::ChainCost cost() const {
     remat::ChainCost result{.input_bytes = bytes, .input_grad_bytes = bytes};
     for (int64_t i = 0; i < stages; ++i)
@@ -34,11 +34,11 @@ struct Chain {
                                .forward_to_last_save_s = static_cast<double>(sines - 1),
                                .output_bytes = bytes,
                                .saved_bytes = (sines - 1) * bytes,
-                               // The cosine; the product is the gradient that goes on.
+                               // The cosine. The product is the gradient of the stage before.
                                .backward_tmp_bytes = bytes,
                                .grad_bytes = bytes,
                                .saves_output = false,
-                               // What a `sin` reads is alive until it has written.
+                               // The input of a `sin` is alive until the `sin` has written.
                                .unsaved_tmp_bytes = bytes});
     result.stages.push_back({.forward_s = 1,
                              .backward_s = 2,
@@ -62,7 +62,7 @@ struct Chain {
 struct Case {
   std::string name;
   remat::Plan plan;
-  /// [bytes] counted by hand, where that is short.
+  /// [bytes] counted by hand, for plans that are short enough.
   std::optional<int64_t> by_hand{};
 };
 
@@ -70,10 +70,11 @@ std::vector<Case> cases(const Chain& chain) {
   const int64_t all = chain.stages + 1;  // with the loss
   std::vector<remat::PlanRegion> each;
   for (int64_t i = 1; i < all; ++i) each.push_back({i, i});
-  // When backward begins: what every `sin` read, but for the chain's input; a cosine, a product.
+  // At the begin of backward: all inputs of `sin` but for the chain's input, a cosine and a
+  // product.
   const int64_t plain = chain.stages * chain.sines + 2;
-  // When the last stage's backward begins: the inputs of regions but for the chain's, the gradient
-  // from the loss, what the stage reads inside, computed again; a cosine, a product.
+  // At the begin of the last stage's backward: the inputs of regions but for the chain's, the
+  // gradient from the loss, the recomputed inputs inside the stage, a cosine and a product.
   const int64_t regions = (chain.stages - 1) + 1 + (chain.sines - 1) + 2;
   return {
       {"no regions", remat::Plan(all), plain * chain.bytes + chain.loss_bytes},
@@ -100,7 +101,7 @@ int64_t measured_peak(const Chain& chain, const remat::Plan& plan, const at::Dev
 
 int run(int argc, char** argv) {
   const bench::Arguments arguments = bench::parse(argc, argv, {}, bench::RunsOn::AnyDevice);
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  const remat::MemoryMeter first;  // before the tensors that it counts
   const int64_t bytes = arguments.smoke ? 1 << 16 : 1 << 20;
   bool all_right = true;
   for (const Chain& chain : {Chain{8, 2, bytes}, Chain{8, 5, bytes}, Chain{16, 3, bytes}}) {

@@ -1,5 +1,5 @@
 #pragma once
-// Another program of a comparison, behind two pipes: one line asks, one line answers.
+// Another program of a comparison, behind two pipes: each line is a question or its answer.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +12,8 @@
 
 namespace bench {
 
-/// While it is not asked, the peer sleeps in a read: the two never run at the same time.
+/// The peer sleeps in a read until it is asked, so that the two programs never run at the same
+/// time.
 class Peer {
  public:
   explicit Peer(const std::vector<std::string>& command) {

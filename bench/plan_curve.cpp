@@ -1,5 +1,5 @@
-// How long it takes to find the frontier of time and memory of a chain, for all budgets at once.
-// See METHOD.md.
+// Measures the search for a chain's frontier of time and memory, for all budgets at once. See
+// METHOD.md.
 
 #include <remat/plan.h>
 #include <sys/resource.h>
@@ -26,8 +26,8 @@ struct Case {
   remat::SolveOptions options{};
 };
 
-/// Embedding, blocks, head and loss. The units are what a block's output has; `noise` is the share
-/// by which the seconds of blocks differ, as measured ones do.
+/// Embedding, blocks, head and loss. The unit of bytes is a block's output. `noise` is the share by
+/// which the seconds of blocks differ, as measured ones do.
 ChainCost transformer(int64_t blocks, double noise) {
   std::mt19937_64 random(1);
   std::uniform_real_distribution<double> share(0, noise);
@@ -48,7 +48,7 @@ ChainCost transformer(int64_t blocks, double noise) {
   return cost;
 }
 
-/// No two stages alike: times of six digits, bytes up to a million.
+/// A chain without equal stages: times of six digits, bytes up to a million.
 ChainCost random_chain(int64_t stages) {
   std::mt19937_64 random(2);
   const auto number = [&](int64_t high) {
@@ -66,7 +66,7 @@ ChainCost random_chain(int64_t stages) {
   return cost;
 }
 
-/// Half of the stages do not save their inputs.
+/// Returns a chain in which half of the stages do not save their inputs.
 ChainCost half_unsaved(ChainCost cost) {
   std::mt19937_64 random(5);
   for (StageCost& stage : cost.stages) stage.saves_input = random() % 2 == 0;
@@ -94,7 +94,8 @@ std::vector<Case> cases(bool smoke) {
   return all;
 }
 
-/// The plan of every point must cost, simulated, what the point says; with eps at most that.
+/// Checks that the simulated plan of every point costs as much as the point says, or with eps at
+/// most that much.
 void verify(const Case& each, const Frontier& frontier) {
   for (const remat::FrontierPoint& point : frontier.points()) {
     const remat::Simulation simulation =

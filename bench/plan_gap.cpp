@@ -1,5 +1,5 @@
-// What a frontier of plans loses to schedules of all kinds, on chains that are small enough to try
-// them all. See METHOD.md.
+// Compares a frontier of plans with the best schedules of any kind, on chains that are small enough
+// to try all schedules. See METHOD.md.
 
 #include <remat/plan.h>
 
@@ -23,21 +23,21 @@ using remat::ChainCost;
 using remat::StageCost;
 
 // ================================================================================
-// Schedules of all kinds
+// Schedules of any kind
 // ================================================================================
 
-/// The least time in which a chain runs forward and backward, in whole seconds, whatever its
-/// schedule: one operation and one copy at a time, and each value (the output of a stage, what else
-/// its graph keeps) may be dropped, made again, copied away and copied back at any full second.
-/// Values are x_k and t_k as in lib/plan/simulator.cpp, a backward needs both of its stage and its
-/// input. Breadth first by time.
+/// Finds the least time [whole seconds] in which a chain can run forward and backward under any
+/// schedule. One operation and one copy run at a time. Each value (the output of a stage, or the
+/// rest of its graph's tensors) may be dropped, made again, copied away and copied back at any full
+/// second. Values are x_k and t_k as in lib/plan/simulator.cpp. A backward needs both values of its
+/// stage, and its input. The search is breadth first by time.
 class Schedules {
  public:
   explicit Schedules(const ChainCost& cost) : cost_(cost), last_(int64_t(cost.stages.size())) {
     if (last_ > kMostStages) throw std::runtime_error("too many stages to try all schedules");
   }
 
-  /// None: no schedule fits and takes at most so long.
+  /// Returns the least seconds; nothing if no schedule within `most` seconds fits.
   std::optional<int64_t> least_seconds(int64_t budget, int64_t most) {
     budget_ = budget;
     known_.clear();
@@ -47,7 +47,7 @@ class Schedules {
     known_.insert(key(start));
     for (left_ = most; !now.empty(); --left_) {
       std::vector<State> later;
-      // Grows while it is gone through: what takes no time.
+      // The list grows inside this loop, by states that take no time.
       for (std::size_t i = 0; i < now.size(); ++i) {
         const State state = now[i];
         if (state.backward == 0) return most - left_;
@@ -95,7 +95,7 @@ class Schedules {
     return sum;
   }
 
-  /// What an operation reads, and what is written before it ends.
+  /// Returns the values that an operation reads; `written_by`, those that exist before it ends.
   uint32_t read_by(const State& state) const {
     const int64_t k = state.operation.value;
     switch (state.operation.kind) {
@@ -132,7 +132,8 @@ class Schedules {
     if (seconds_to_go(state) <= left_ && known_.insert(key(state)).second) states.push_back(state);
   }
 
-  /// No schedule takes less from here: each backward, and a forward of what is kept nowhere.
+  /// Returns a lower bound of the seconds left: each backward, and a forward for each value that is
+  /// stored nowhere.
   int64_t seconds_to_go(const State& state) const {
     const uint32_t kept = state.here | state.away | written_by(state.operation);
     int64_t operations = state.operation.left, copies = state.copy.left;
@@ -144,9 +145,8 @@ class Schedules {
     return std::max(operations, copies);
   }
 
-  /// Goes on with `state`, in which something has just begun. Where there is no room for it, values
-  /// are dropped, in all ways in which none is dropped needlessly: to drop anything before it must
-  /// be is never better.
+  /// Continues with `state`, in which an operation or copy has just begun. If it does not fit,
+  /// values are dropped, in all ways that drop nothing needlessly. An earlier drop is never better.
   void begin(const State& state, std::vector<State>& states) {
     const uint32_t stored = state.copy.kind == Kind::Store ? uint32_t(state.copy.value) : 0;
     const uint32_t can_go = state.here & ~read_by(state) & ~stored & ~written_by(state.operation);
@@ -169,7 +169,7 @@ class Schedules {
     return false;
   }
 
-  /// Everything that can be begun in this second.
+  /// Begins every operation and copy that can begin in this second.
   void decide(const State& state, std::vector<State>& states) {
     const uint32_t here = state.here | x(0);
     const auto operate = [&](Kind kind, int64_t k, double exact_seconds) {
@@ -248,7 +248,7 @@ class Schedules {
     append(uint64_t(state.operation.value), 3);
     append(uint64_t(state.operation.left), 5);
     append(uint64_t(state.copy.kind), 3);
-    // One bit is set, or none.
+    // At most one bit is set.
     uint64_t value = 0;
     for (uint32_t left = uint32_t(state.copy.value); left != 0; left >>= 1) ++value;
     append(value, 5);
@@ -259,7 +259,7 @@ class Schedules {
   ChainCost cost_;
   int64_t last_;
   int64_t budget_ = 0, left_ = 0;       // [bytes], [seconds]
-  std::unordered_set<uint64_t> known_;  // at this second or before, which is never worse
+  std::unordered_set<uint64_t> known_;  // states seen so far; earlier is never worse
 };
 
 // ================================================================================
@@ -293,7 +293,7 @@ ChainCost blocks(std::mt19937_64& random, int64_t stages) {
   return cost;
 }
 
-/// Outputs that halve, as in convolutional networks; time goes with them.
+/// Outputs that halve, as in convolutional networks; times halve, too.
 ChainCost shrinking(std::mt19937_64& random, int64_t stages) {
   ChainCost cost;
   for (int64_t i = 0; i < stages; ++i) {
@@ -312,7 +312,7 @@ ChainCost anything(std::mt19937_64& random, int64_t stages) {
 }
 
 // ================================================================================
-// What is printed
+// Output
 // ================================================================================
 
 struct Gap {
@@ -320,8 +320,8 @@ struct Gap {
   double sum = 0, worst = 1;
 };
 
-/// At each point of the frontier. Where nothing moves, also one byte below the first, where a
-/// schedule may take three times the plain step.
+/// Compares at each point of the frontier. Without moves, it also compares one byte below the first
+/// point, where a schedule may take three times the plain step.
 void compare(const ChainCost& cost, Gap& gap) {
   double plain = 0;
   for (const StageCost& stage : cost.stages) plain += stage.forward_s + stage.backward_s;

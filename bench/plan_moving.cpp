@@ -1,5 +1,5 @@
-// What plans gain that may move what is saved: a step's time beside that of plans that only
-// recompute, at equal budgets. See METHOD.md.
+// Compares plans that may move saved tensors with plans that only recompute: the time of a step at
+// equal budgets. See METHOD.md.
 
 #include <remat/plan.h>
 #include <torch/torch.h>
@@ -83,11 +83,10 @@ Chain demo(double dropout, bool smoke, const at::Device& device, remat::MoveOpti
   return {model.ptr(), std::move(stages), ids, std::move(moving)};
 }
 
-/// What goes from stage to stage of a U-Net: what waits for the way up, and the picture, which is
-/// the last one.
+/// The tensors between two stages of a U-Net: those that wait for the way up, and last the picture.
 using Parts = std::vector<Tensor>;
 
-/// As the one tensor that a stage takes and returns.
+/// Returns the parts as one tensor, which a stage takes and returns.
 Tensor packed(const Parts& parts) {
   if (parts.size() == 1) return parts.front();
   Parts flat;
@@ -110,7 +109,7 @@ Chain u_net(bool smoke, const at::Device& device, remat::MoveOptions moving) {
   const auto model = std::make_shared<torch::nn::Module>("u_net");
   const Tensor input = torch::randn({batch, 3, side, side}).to(device);
   std::vector<remat::Stage> stages;
-  Parts now{input};  // what the next stage is given
+  Parts now{input};  // the input of the next stage
   const auto add = [&](const std::function<void(Parts&)>& work) {
     std::vector<std::vector<int64_t>> shapes;
     for (const Tensor& each : now) shapes.push_back(each.sizes().vec());
@@ -230,7 +229,7 @@ int run(int argc, char** argv) {
   const bench::Arguments arguments =
       bench::parse(argc, argv, {{"--directory PATH", &directory}}, bench::RunsOn::AnyDevice);
   const at::Device device = arguments.device;
-  const remat::MemoryMeter first(device);  // before the tensors it shall count
+  const remat::MemoryMeter first(device);  // before the tensors that it counts
   remat::MoveOptions moving{.directory = directory};
   if (arguments.smoke) moving.min_bytes = 0;
   torch::manual_seed(1);

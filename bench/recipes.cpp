@@ -1,6 +1,6 @@
-// Where regions go in programs that are no chain of blocks: recurrent nets, losses with gradients
-// in them, long functions without modules, two nets that train each other, script modules. See
-// METHOD.md and docs/programs.md.
+// Measures regions in programs that are not a chain of blocks: recurrent nets, losses with
+// gradients in them, long functions without modules, two nets that train each other, script
+// modules. See METHOD.md and docs/programs.md.
 
 #include <remat/checkpoint.h>
 #include <remat/sequential.h>
@@ -23,13 +23,14 @@ using remat::checkpoint;
 using torch::Tensor;
 namespace nn = torch::nn;
 
-/// One way to write a step; `loss` returns what backward is called on.
+/// One way to write a step. Backward is called on the result of `loss`.
 struct Variant {
   const char* name;
   std::function<Tensor()> loss;
 };
 
-/// The first variant is plain; all have its gradients, bit by bit, unless sums are made in parts.
+/// The first variant is plain. All others have its gradients, bit by bit, unless sums are made in
+/// parts.
 struct Recipe {
   const char* name;
   std::vector<Tensor> parameters;
@@ -136,7 +137,7 @@ Recipe physics(bool smoke) {
 
 // ---- a long function without modules -----------------------------------------------------------
 
-/// As splatting does: a cloud of Gaussians is moved, projected and blended into pixels.
+/// Moves, projects and blends a cloud of Gaussians into pixels, like splatting.
 Recipe splatting(bool smoke) {
   const int64_t gaussians = smoke ? 8 : 512, side = smoke ? 4 : 48;
   std::vector<Tensor> parameters{at::randn({gaussians, 3}), at::randn({gaussians, 2}) - 2,
@@ -147,7 +148,7 @@ Recipe splatting(bool smoke) {
   const Tensor axis = at::linspace(-1, 1, side);
   const Tensor pixels = at::stack({axis.repeat({side}), axis.repeat_interleave(side)}, 1);
   const Tensor truth = at::rand({side * side, 3});
-  // What was local to one long function is an argument here.
+  // The locals of one long function are arguments here.
   const auto project = [](const Tensor& means, const Tensor& sizes) {
     const Tensor depth = means.select(1, 2).sigmoid() + 1;
     return std::tuple(means.narrow(1, 0, 2) / depth.unsqueeze(1), sizes.exp() / depth.unsqueeze(1));
@@ -297,7 +298,7 @@ int run(int argc, char** argv) {
   const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
   at::set_num_threads(std::stoi(threads));
   at::manual_seed(1);
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  const remat::MemoryMeter first;  // before the tensors that it counts
   for (const auto make : {recurrent, physics, splatting, adversarial, scripted}) {
     const Recipe recipe = make(arguments.smoke);
     const std::vector<Tensor> plain = gradients(recipe, recipe.variants[0]);

@@ -1,5 +1,5 @@
-// What a recorder, or a meter of a device, costs while it is alive: a step of the demo's model, and
-// a chain of regions that do next to nothing. See METHOD.md.
+// Measures a recorder, or a meter of a device, while it is alive: a step of the demo's model, and a
+// chain of regions that do almost nothing. See METHOD.md.
 
 #include <cstdio>
 #include <functional>
@@ -21,7 +21,7 @@ namespace {
 struct Variant {
   const char* name;
   std::optional<remat::RecorderOptions> recorder{};
-  bool has_meter = false;        ///< of the device, made for each run and asked after it
+  bool has_meter = false;        ///< a meter of the device, made for each run and read after it
   bool has_allocations = false;  ///< a RecordAllocationsGuard
 };
 
@@ -31,14 +31,14 @@ std::vector<Variant> variants(const at::Device& device) {
                            {"a recorder", remat::RecorderOptions{}},
                            {"with operators", remat::RecorderOptions{.operators = true}}};
   if (device.is_cpu()) return all;
-  // The first once more: how far it differs from itself.
+  // The first variant twice shows how far it differs from itself.
   all.insert(all.begin() + 1, {{"no recorder, again"}, {.name = "a meter", .has_meter = true}});
   all.push_back(
       {.name = "with allocations", .recorder = remat::RecorderOptions{}, .has_allocations = true});
   return all;
 }
 
-/// What is alive of a variant while its work runs.
+/// The recorder, meter and guard of a variant, which live while its work runs.
 class Alive {
  public:
   Alive(const Variant& variant, const at::Device& device) {
@@ -46,7 +46,7 @@ class Alive {
     if (variant.recorder) recorder_.emplace(*variant.recorder);
     if (variant.has_allocations) allocations_.emplace();
   }
-  /// Asks the meter, if there is one, as a program does after a step.
+  /// Reads the meter, if there is one, as a program does after a step.
   void ask() {
     if (!meter_) return;
     if (meter_->peak_bytes() < meter_->live_bytes()) throw std::runtime_error("WRONG: a meter");
@@ -60,7 +60,7 @@ class Alive {
   std::optional<remat::RecordAllocationsGuard> allocations_;
 };
 
-/// Something to run; `regions` first runs each time.
+/// Work to run, with `regions` first runs each time.
 struct Work {
   const char* name;
   int64_t regions;
@@ -97,7 +97,7 @@ std::vector<Work> works(bool smoke, const at::Device& device) {
           {"chain of regions of one sin", length, chain}};
 }
 
-/// How many events a recorder gets from one run: all but the last one are dropped.
+/// Returns the number of events that a recorder gets from one run. It stores only the last one.
 int64_t count_events(const Work& work, Variant variant, const at::Device& device) {
   if (!variant.recorder) return 0;
   variant.recorder->max_events = 1;
@@ -106,7 +106,7 @@ int64_t count_events(const Work& work, Variant variant, const at::Device& device
   return alive.recorder()->report().dropped_events + 1;
 }
 
-/// Whether the recorder counted all regions and changed no gradient.
+/// Returns whether the recorder counted all regions and changed no gradient.
 bool is_right(const Work& work, const Variant& variant, const std::vector<torch::Tensor>& expected,
               const at::Device& device) {
   Alive alive(variant, device);
@@ -120,16 +120,16 @@ bool is_right(const Work& work, const Variant& variant, const std::vector<torch:
 }
 
 int run(int argc, char** argv) {
-  // A sample is one run of the work, so the length of samples is not asked for.
+  // A sample is one run of the work, so the length of samples is not used.
   std::string only, times = "1";
   const bench::Arguments arguments = bench::parse(
       argc, argv, {{"--only VARIANT", &only}, {"--steps N", &times}}, bench::RunsOn::AnyDevice);
   const at::Device device = arguments.device;
-  // It stays once it is there, so all variants have it.
+  // The counting allocator stays once it is installed, so all variants have it.
   const remat::MemoryMeter meter;
-  const remat::MemoryMeter first(device);  // before the tensors it shall count
+  const remat::MemoryMeter first(device);  // before the tensors that it counts
 
-  if (!only.empty()) {  // for those who count instructions: the demo's model alone
+  if (!only.empty()) {  // to count instructions: the demo's model alone
     const Work work = works(arguments.smoke, device).front();
     for (const Variant& variant : variants(device))
       for (int64_t i = 0; variant.name == only && i < std::stoll(times); ++i) {
@@ -159,11 +159,11 @@ int run(int argc, char** argv) {
     std::vector<std::vector<double>> ns(all.size());
     for (int64_t round = 0; round < arguments.samples; ++round)
       for (std::size_t turn = 0; turn < all.size(); ++turn) {
-        // Each round begins with another one: what ran before leaves its mark on the caches.
+        // Each round begins with another variant, since each leaves its marks on the caches.
         const std::size_t i = (turn + static_cast<std::size_t>(round)) % all.size();
         const int64_t before = bench::now_ns(arguments);
         Alive alive(all[i], device);
-        // A recorder is made before a sample, a meter in it.
+        // A recorder is made before a sample, but a meter inside of it.
         const int64_t begin = all[i].has_meter ? before : bench::now_ns(arguments);
         work.run();
         alive.ask();
@@ -179,7 +179,7 @@ int run(int argc, char** argv) {
                         arguments, result);
       const std::string row =
           i == 0 ? bench::text("%s, %s", work.name, all[i].name) : bench::text("  %s", all[i].name);
-      // Of the rounds: a slow moment of the machine is in both sides of a ratio.
+      // Ratios within rounds: a slow moment of the machine is in both sides of a ratio.
       std::vector<double> ratios;
       for (std::size_t round = 0; round < ns[i].size(); ++round)
         ratios.push_back(ns[i][round] / ns[0][round]);

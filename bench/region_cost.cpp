@@ -1,6 +1,6 @@
-// What a region costs: checkpointed - (plain forward + backward + one more forward), for chains of
-// regions of `sin` on one element, beside Python's torch.utils.checkpoint and the re-entrant
-// Function that C++ programs write today. See METHOD.md.
+// Measures a region: checkpointed - (plain forward + backward + one more forward), for chains of
+// regions of `sin` on one element. Compares with Python's torch.utils.checkpoint, and with the
+// re-entrant Function that C++ programs use today. See METHOD.md.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
@@ -47,7 +47,7 @@ at::Tensor leaf(const at::Device& device) {
   return at::full({1}, 0.5, at::TensorOptions(device)).requires_grad_();
 }
 
-/// What a region computes.
+/// The computation of a region.
 struct Sines {
   int64_t ops;
   at::Tensor operator()(at::Tensor y) const {
@@ -56,7 +56,7 @@ struct Sines {
   }
 };
 
-/// How a region is made in this process.
+/// A region of this process.
 using Region = at::Tensor (*)(const Work& work, const at::Tensor& x);
 
 const remat::CheckpointOptions without_rng{.preserve_rng_state = false};
@@ -66,8 +66,8 @@ at::Tensor remat_region(const Work& work, const at::Tensor& x) {
                                  : remat::checkpoint(without_rng, Sines{work.ops}, x);
 }
 
-/// Forward without grad mode, and a backward inside the backward. It keeps one input, cannot nest
-/// cheaply, and torch::autograd::grad does not work through it.
+/// Runs forward without grad mode, and a backward inside the backward. It keeps one input, cannot
+/// nest cheaply, and torch::autograd::grad does not work through it.
 class ReentrantFunction : public torch::autograd::Function<ReentrantFunction> {
  public:
   using Context = torch::autograd::AutogradContext;
@@ -109,7 +109,7 @@ at::Tensor reentrant_region(const Work& work, const at::Tensor& x) {
   return ReentrantFunction::apply(x, Sines{work.ops}, work.preserve_rng_state);
 }
 
-/// One that does the work: this process, or the Python peer.
+/// A side of the comparison: this process, or the Python peer.
 class Side {
  public:
   explicit Side(std::string name) : name(std::move(name)) {}
@@ -156,7 +156,7 @@ class InProcess final : public Side {
 class Python final : public Side {
  public:
   explicit Python(const std::vector<std::string>& command) : Side("python"), peer_(command) {
-    // Both sides on one LibTorch, or the comparison says nothing.
+    // Both sides must use one LibTorch, or the comparison means nothing.
     Dl_info info{};
     dladdr(reinterpret_cast<void*>(&at::set_num_threads), &info);
     const auto ours = std::filesystem::canonical(info.dli_fname).parent_path().string();
@@ -273,7 +273,7 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
       table.push_back(line);
     }
     if (!arguments.device.is_cpu()) {
-      // The cells of this work begin where those of all sides do.
+      // The cells of this work begin with those of all sides.
       const bench::Cell* const first = cell - 3 * sides.size();
       std::string line = text("%-42s", "    until it is queued");
       for (std::size_t s = 0; s < sides.size(); ++s) {
@@ -285,7 +285,7 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
       table.push_back(line);
     }
   }
-  // Two points make a line: what a region costs, and what each tensor saved in it costs.
+  // Two points make a line: the cost of a region, and of each tensor saved in it.
   for (std::size_t i = 0; i + 1 < works.size(); i += 2) {
     const double per_tensor =
         (ours[i + 1] - ours[i]) / static_cast<double>(works[i + 1].ops - works[i].ops);
@@ -297,7 +297,7 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
 }
 
 int run(int argc, char** argv) {
-  // Empty: no Python has this LibTorch as its torch.
+  // Empty: no Python uses this LibTorch as its torch.
   std::string interpreter = REMAT_BENCH_PYTHON;
   const Arguments arguments =
       bench::parse(argc, argv, {{"--python PYTHON", &interpreter}}, bench::RunsOn::AnyDevice);

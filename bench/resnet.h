@@ -14,7 +14,7 @@ inline torch::nn::Conv2d convolution(int64_t in, int64_t out, int64_t size, int6
       torch::nn::Conv2dOptions(in, out, size).stride(stride).padding(size / 2).bias(false));
 }
 
-/// Two convolutions with batch norms, and a way past them. (B, in, H, W) -> (B, out, H', W')
+/// Two convolutions with batch norms, and a shortcut around them. (B, in, H, W) -> (B, out, H', W')
 class ResidualImpl : public torch::nn::Module {
  public:
   ResidualImpl(int64_t in, int64_t out, int64_t stride)

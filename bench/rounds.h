@@ -1,6 +1,5 @@
 #pragma once
-// Rounds: each takes one sample of everything that is compared, one after the other, in an order of
-// its own.
+// Rounds: each takes one sample of every cell, one after the other, in an order of its own.
 
 #include <algorithm>
 #include <functional>
@@ -13,19 +12,19 @@
 
 namespace bench {
 
-/// What all runs of a sample took together.
+/// The time of all runs of a sample.
 struct Sample {
-  int64_t ns = 0;       ///< until the device had done them
-  int64_t host_ns = 0;  ///< until they were queued; the same on the CPU
+  int64_t ns = 0;       ///< until the device had done the runs
+  int64_t host_ns = 0;  ///< until the runs were queued; the same on the CPU
 };
-/// Runs the work so many times.
+/// Runs the work `repeats` times.
 using Sampler = std::function<Sample(int64_t repeats, const Arguments& arguments)>;
 
 /// One thing that is timed, in all rounds.
 struct Cell {
   explicit Cell(Sampler sampler) : sample(std::move(sampler)) {}
-  /// Every sample begins with a run that is not timed, unless a run takes longer than a sample has
-  /// to.
+  /// Every sample begins with a run that is not timed, unless a single run is longer than a sample
+  /// must be.
   explicit Cell(std::function<void()> work)
       : sample([run = std::move(work)](int64_t repeats, const Arguments& arguments) {
           if (repeats > 1) run();
@@ -35,20 +34,20 @@ struct Cell {
           return Sample{now_ns(arguments) - begin, queued - begin};
         }) {}
   Statistics result() const { return statistics(ns); }
-  /// A JSON member about the host's time; empty on the CPU, whose time it is.
+  /// Returns a JSON member with the host's time; empty on the CPU, whose time is the host's.
   std::string host_json(const Arguments& arguments) const {
     if (arguments.device.is_cpu()) return {};
     return text("\"host_min_ns\": %.1f", statistics(host_ns).min_ns);
   }
 
   Sampler sample;
-  int64_t repeats = 1;       ///< that make one sample long enough
+  int64_t repeats = 1;       ///< runs that make one sample long enough
   std::vector<double> ns{};  ///< of one run, one value a round
   std::vector<double> host_ns{};
 };
 
-/// Every round has another order, the same in every run: what a cell finds in caches and in the
-/// allocator is what the one before it left.
+/// Takes the samples of all rounds. Every round has another order, the same in every run of the
+/// program, because each cell leaves its marks in caches and allocator to the next.
 inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
   for (Cell& cell : cells) {
     cell.sample(1, arguments);
@@ -69,8 +68,9 @@ inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
   }
 }
 
-/// Of the same rounds: what `work` takes beyond `plain` and `times` runs of `forward`, [ns] per
-/// `units`. The minimum is that of the minima; median and deviation are those of the rounds.
+/// Returns the time that `work` takes beyond `plain` and `times` runs of `forward` in the same
+/// rounds, [ns] per `units`. The minimum is that of the minima; median and deviation are those of
+/// the rounds.
 inline Statistics overhead(const Cell& work, const Cell& plain, const Cell& forward, double times,
                            double units) {
   const auto difference = [&](double a, double b, double c) { return (a - b - times * c) / units; };
@@ -89,8 +89,8 @@ struct Passes {
   std::vector<double> forward{}, backward{};
 };
 
-/// A JSON line of each pass, and a table of what they take beyond those of the first variant, in
-/// units of so many [ns].
+/// Prints a JSON line for each pass, and a table of the times beyond those of the first variant, in
+/// units of `unit_of_minima` and `unit_of_medians` [ns].
 inline void print_passes(const char* bench, const std::vector<Passes>& all,
                          const Arguments& arguments, const char* heading, double unit_of_minima,
                          double unit_of_medians, const std::string& params = {}) {

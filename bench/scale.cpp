@@ -1,5 +1,5 @@
-// Whether a region, a level of nesting and a saved tensor cost the same when there are many of
-// them, in time and in bytes that are not the program's tensors. See METHOD.md.
+// Compares the cost of a region, a level of nesting and a saved tensor between few and many of
+// them, in time and in bytes besides the program's tensors. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -32,7 +32,7 @@ namespace {
 
 using bench::text;
 
-/// Gives tensors their data past the count: what they hold is the program's, not the regions'.
+/// Allocates the data of tensors without counting it: this data is the program's, not the regions'.
 class DataAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -62,7 +62,7 @@ at::Tensor one_region(const at::Tensor& x, int64_t count) {
   return remat::checkpoint([count](const at::Tensor& t) { return sines(t, count); }, x);
 }
 
-// Each level computes first: its recompute stops where the level inside begins.
+// Each level computes first: its recompute stops where the inner level begins.
 at::Tensor nested_first(const at::Tensor& x, int64_t depth) {
   return remat::checkpoint(
       [depth](const at::Tensor& t) {
@@ -72,7 +72,7 @@ at::Tensor nested_first(const at::Tensor& x, int64_t depth) {
       x);
 }
 
-// Each level computes last: its recompute runs all levels inside.
+// Each level computes last: its recompute runs all inner levels.
 at::Tensor nested_last(const at::Tensor& x, int64_t depth) {
   return remat::checkpoint(
       [depth](const at::Tensor& t) { return at::sin(depth > 1 ? nested_last(t, depth - 1) : t); },
@@ -86,7 +86,7 @@ at::Tensor saved_in_file(const at::Tensor& x, int64_t count) {
   return sines(x, count);
 }
 
-// The program holds what was saved: it takes nothing of the budget, and does not move.
+// The program holds the saved tensors, so they neither count in the budget nor move.
 at::Tensor saved_in_tiers(const at::Tensor& x, int64_t count) {
   const remat::SaveInTiersGuard guard({.host_bytes = 1, .directory = directory(), .min_bytes = 0});
   std::vector<at::Tensor> held{x};
@@ -114,23 +114,24 @@ at::Tensor many_arguments(const at::Tensor& x, int64_t count, remat::InputMode m
       arguments);
 }
 
-/// A shape that grows; every work has as many `sin` as its count says.
+/// A shape that grows. Every work has `count` calls of `sin`.
 struct Shape {
   const char* name;
   const char* unit;
   at::Tensor (*checkpointed)(const at::Tensor&, int64_t);
   std::vector<int64_t> counts;
-  /// All tensors made inside but the last stay, as inputs of regions.
+  /// Whether all tensors made inside but the last stay, as inputs of regions.
   bool keeps_inputs = false;
-  /// The unit is what comes on top of a work of one: the first shape's region is not counted.
+  /// Whether a unit counts beyond a work of one: then the first shape's region does not count.
   bool is_beyond_first = false;
-  /// Backward must run each level again as often as it lies deep; its bytes say nothing.
+  /// Whether backward must run each level again as often as it is deep; then its bytes mean
+  /// nothing.
   bool is_triangle = false;
   bool recomputes = true;
-  /// What it holds beyond the plain graph is its bookkeeping.
+  /// Whether all bytes beyond those of the plain graph are bookkeeping.
   bool says_bytes = true;
 
-  /// How many `sin` backward must run again.
+  /// Returns the number of `sin` calls that backward must run again.
   double recomputed(double count) const {
     if (!recomputes) return 0;
     return is_triangle ? count * (count + 1) / 2 : count;
@@ -202,7 +203,7 @@ double gradient(const at::Tensor& x, const at::Tensor& y) {
   return x.grad().item<double>();
 }
 
-/// Lets go of what a graph saved; its nodes stay.
+/// Releases the saved tensors of a graph; its nodes stay.
 void release_saved(const at::Tensor& root) {
   std::vector<torch::autograd::Node*> waiting{root.grad_fn().get()};
   std::unordered_set<torch::autograd::Node*> seen(waiting.begin(), waiting.end());
@@ -216,8 +217,7 @@ void release_saved(const at::Tensor& root) {
   }
 }
 
-/// What `make` returns holds so many [bytes] of the heap, once what the first call leaves in caches
-/// is there.
+/// Returns the heap bytes that the result of `make` holds. A first call fills the caches.
 template <class Make>
 double held_by(Make make) {
   make();
@@ -233,7 +233,7 @@ struct Bytes {
   double bookkeeping = 0;              ///< [bytes] of the regions, beyond nodes and kept tensors
 };
 
-/// Throws if a graph that is gone has left something: a count that leaks says nothing.
+/// Throws if a freed graph has left bytes, since a count that leaks means nothing.
 Bytes bytes_of(const Shape& shape, int64_t count) {
   const at::Tensor x = leaf();
   Bytes result;
@@ -273,13 +273,13 @@ void verify(const Shape& shape, int64_t count) {
 enum Kind { Forward, Plain, Checkpointed, kinds };
 constexpr const char* kind_names[] = {"forward", "plain", "checkpointed"};
 
-/// What one count of a shape costs.
+/// The costs of one count of a shape.
 struct Row {
   int64_t count = 0;
   const char* unit = "";
   bench::Statistics overhead{};  ///< [ns] per unit
   double plain_ns = 0;           ///< of the plain step, per `sin`
-  double of_ideal = 0;           ///< the checkpointed step over plain step and what is run again
+  double of_ideal = 0;           ///< checkpointed step over plain step and recomputed forwards
   std::optional<Bytes> bytes{};
   double bytes_per_unit = 0;
 };
@@ -291,7 +291,7 @@ std::vector<Row> rows_of(const Shape& shape, const std::vector<bench::Cell>& cel
   for (std::size_t i = 0; i < shape.counts.size(); ++i) {
     const bench::Cell* const cell = &cells[i * kinds];
     const double count = static_cast<double>(shape.counts[i]), runs = shape.recomputed(count);
-    // Where more is run again than forward has, that many forwards are not overhead.
+    // If backward runs more again than forward has, that many forwards are not overhead.
     const double forwards = runs / count;
     Row row{.count = shape.counts[i], .unit = shape.unit};
     row.overhead = bench::overhead(cell[Checkpointed], cell[Plain], cell[Forward], forwards, 1);
@@ -355,7 +355,7 @@ void print_table(const Shape& shape, const std::vector<Row>& rows) {
                      .c_str(),
                  row.overhead.min_ns, row.overhead.median_ns, row.plain_ns, row.of_ideal,
                  bytes(row.bytes.has_value(), "%.1f", row.bytes_per_unit).c_str());
-  // Without the first row: one is a unit that has no others beside it, or another thing.
+  // Without the first row: a single unit has no others beside it, or differs in kind.
   const auto spread = [&](auto value) {
     const auto [least, most] =
         std::minmax_element(rows.begin() + 1, rows.end(),

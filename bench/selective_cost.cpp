@@ -1,4 +1,4 @@
-// What a policy costs per operator, in forward and in replay, in units of a plain operator. See
+// Measures a policy per operator, in forward and in replay, in units of a plain operator. See
 // METHOD.md.
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t num_operators = 500;
 
-/// Negations of one element: nothing of them is saved, so that what is measured beside them is the
+/// Negations of one element. Autograd saves nothing of them, so any further cost is that of the
 /// interception. The sine at the end makes backward recompute.
 at::Tensor chain(const at::Tensor& x) {
   at::Tensor y = remat::checkpoint_name(x.neg(), "first");

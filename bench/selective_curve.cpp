@@ -1,5 +1,5 @@
-// What a policy buys: bytes and time of a step for several choices of what regions keep, from
-// nothing to everything. See METHOD.md.
+// Measures bytes and time of a step for several policies, from those that keep nothing to those
+// that keep everything. See METHOD.md.
 
 #include <remat/policy.h>
 #include <torch/torch.h>
@@ -21,7 +21,7 @@ using torch::Tensor;
 
 struct Choice {
   const char* name;
-  /// None: no regions.
+  /// Empty: no regions.
   std::optional<remat::Policy> policy;
 };
 
@@ -78,7 +78,7 @@ int run(int argc, char** argv) {
       bench::parse(argc, argv, {{"--threads N", &threads}}, bench::RunsOn::AnyDevice);
   at::set_num_threads(std::stoi(threads));
   torch::manual_seed(1);
-  const remat::MemoryMeter first(arguments.device);  // before the tensors it shall count
+  const remat::MemoryMeter first(arguments.device);  // before the tensors that it counts
   ModelOptions options;
   options.blocks = 6;
   int64_t batch = 8;
@@ -102,7 +102,7 @@ int run(int argc, char** argv) {
     throw std::runtime_error("WRONG: to keep everything holds no more than to keep nothing");
   if (arguments.smoke) return 0;
 
-  cells.emplace_back([&] { stack.forward(all.front()); });  // what a recompute costs at least
+  cells.emplace_back([&] { stack.forward(all.front()); });  // the least cost of a recompute
   bench::measure(cells, arguments);
   const bench::Statistics step = cells[0].result(), forward = cells.back().result();
   std::fprintf(stderr, "%-30s %10s %9s %11s %13s %8s %13s %8s\n", "what regions keep", "min [ms]",

@@ -1,4 +1,4 @@
-// What a checkpointed training step of a real model costs: over (plain step + one forward). See
+// Measures a checkpointed training step of a real model over (plain step + one forward). See
 // METHOD.md.
 
 #include <cstdio>
@@ -75,7 +75,7 @@ Comparison resnet(bool smoke, const torch::Device& device) {
           {step("plain step", false), step("every block checkpointed", true)}};
 }
 
-/// Gradients and running statistics after two steps with the same random numbers.
+/// Returns gradients and running statistics after two steps with the same random numbers.
 std::vector<Tensor> state_of(const Step& step) {
   torch::manual_seed(2);
   step.run();
@@ -98,8 +98,8 @@ void verify(const Comparison& comparison) {
 void measure(const Comparison& comparison, const bench::Arguments& arguments) {
   const Step& plain = comparison.steps.front();
   std::vector<bench::Cell> cells;
-  // One sample, not a sum of two: what the one frees of memory the other uses, as a checkpointed
-  // step does.
+  // One sample, not a sum of two: the second part uses memory that the first has freed, as a
+  // checkpointed step does.
   cells.emplace_back([&] { plain.loss(), plain.run(); });
   for (const Step& step : comparison.steps) cells.emplace_back([&] { step.run(); });
   bench::measure(cells, arguments);
@@ -143,15 +143,16 @@ int run(int argc, char** argv) {
     counts = {std::stoi(threads)};
   else if (arguments.device.is_cpu())
     counts = {1, 2};
-  const remat::MemoryMeter first(arguments.device);  // before the tensors it shall count
+  const remat::MemoryMeter first(arguments.device);  // before the tensors that it counts
   for (const auto& make : {transformer, resnet})
     for (const int count : counts) {
       at::set_num_threads(count);
-      // Models of their own: once timed, running statistics have seen different numbers of steps.
+      // Each count gets models of its own: running statistics of timed models have seen different
+      // numbers of steps.
       const Comparison comparison = make(arguments.smoke, arguments.device);
       verify(comparison);
       if (arguments.smoke) continue;
-      // The calling thread's own time says nothing of a step that several threads share.
+      // The calling thread's own time is no measure of a step on several threads.
       bench::Arguments of_count = arguments;
       if (count > 1) of_count.clock = bench::Clock::Wall;
       measure(comparison, of_count);

@@ -1,5 +1,5 @@
-// Moving beside recomputing, for the same peak: what is saved waits in a file, or is computed
-// again, or both. See METHOD.md.
+// Compares moving with recomputing for the same peak: saved tensors are in a file, or are
+// recomputed, or both. See METHOD.md.
 
 #include <remat/checkpoint.h>
 #include <remat/report.h>
@@ -27,7 +27,7 @@ namespace {
 using torch::Tensor;
 namespace nn = torch::nn;
 
-/// A model twice: as it is, and with every block a region.
+/// A model twice: without regions, and with every block a region.
 struct Model {
   std::string name;
   std::vector<Tensor> parameters;
@@ -53,7 +53,7 @@ Model demo(bool smoke) {
     };
   };
   std::vector<Tensor> parameters = plain->parameters();
-  // One set of gradients for both.
+  // Both share one set of gradients.
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     parameters[i].mutable_grad() = at::zeros_like(parameters[i]);
     regions->parameters()[i].mutable_grad() = parameters[i].grad();
@@ -84,7 +84,7 @@ Model deep(bool smoke) {
           })};
 }
 
-/// Steps under guards with so many bytes; the counts are those of the last.
+/// Steps under guards with `host_bytes`; the counts are those of the last step.
 struct Tiers {
   std::string directory;
   int64_t host_bytes = 0, min_bytes = 1 << 16;
@@ -117,7 +117,7 @@ int64_t peak_of(const Model& model, const std::function<Tensor()>& loss) {
   return bench::bytes_of(loss).peak;
 }
 
-/// The most bytes that may stay so that the peak is no higher than `wanted`.
+/// Returns the most bytes that may stay for a peak of at most `wanted`.
 int64_t fit(const Model& model, Tiers& tiers, const std::function<Tensor()>& loss, int64_t wanted) {
   int64_t low = 0, high = wanted;
   for (int i = 0; i < 8; ++i) {
@@ -129,7 +129,7 @@ int64_t fit(const Model& model, Tiers& tiers, const std::function<Tensor()>& los
   return low;
 }
 
-/// A step under a recorder; its page shows what ran beside what.
+/// Records a step; the page shows the work that ran side by side.
 void write_page(const std::string& path, const Model& model, const std::function<Tensor()>& loss) {
   zero(model);
   const remat::Recorder recorder;
@@ -167,7 +167,7 @@ void measure(const Model& model, const std::string& directory, const bench::Argu
   }
   if (!page.empty()) return write_page(page, model, sides[2].loss);
   if (arguments.smoke) {
-    // Where backward comes before a write has begun, there is nothing to write any more.
+    // If backward comes before a write has begun, no write is needed any more.
     for (int i = 0; i < 1000 && moved.counters->now().bytes_to_disk == 0; ++i) {
       zero(model);
       const Tensor loss = sides[2].loss();
@@ -206,7 +206,7 @@ void measure(const Model& model, const std::string& directory, const bench::Argu
 
 int run(int argc, char** argv) {
   std::string directory = std::filesystem::temp_directory_path().string();
-  std::string page;  // of one step of the demo's model, instead of times
+  std::string page;  // path of a page about one step of the demo's model, instead of times
   const bench::Arguments arguments =
       bench::parse(argc, argv, {{"--directory PATH", &directory}, {"--page FILE", &page}});
   at::set_num_threads(1);

@@ -1,10 +1,10 @@
-// Trains a deep transformer under a byte budget: fits it, which measures it and finds the fastest
-// plan that keeps the budget, and trains with a memory limit of that budget.
+// Trains a deep transformer under a byte budget. `fit` measures it and finds the fastest plan
+// within the budget; training then has a memory limit of that budget.
 //
-// It prints what was measured and chosen, the plans that people write by hand (no regions, every
-// block, checkpoint_sequential) beside the planner's, each with its predicted and its measured peak
-// and time; draws the whole frontier of memory and time with them; and then trains a few steps
-// under the limit, beyond which an allocation fails.
+// The program prints the measurements and the chosen plan. A table compares the planner's plans
+// with plans by hand (no regions, every block, checkpoint_sequential): each with its predicted and
+// measured peak and time. A picture shows them on the whole frontier of memory and time. Finally a
+// few steps train under the limit, beyond which an allocation fails.
 //
 // Exit status: 0, or 1 if a prediction of memory was off by more than 2 %, gradients differ, or the
 // training did not fit; 2 if it was called wrongly or the budget is below the least possible.
@@ -98,7 +98,7 @@ struct Candidate {
   double least_seconds() const { return *std::min_element(seconds.begin(), seconds.end()); }
 };
 
-// Forward and backward; the same dropout each time.
+// Runs forward and backward, with the same dropout each time.
 double step(CharTransformer& model, const std::vector<remat::Stage>& stages,
             const remat::Plan& plan, const torch::Tensor& ids, const Target& target) {
   torch::manual_seed(kSeed);
@@ -113,7 +113,7 @@ std::vector<Candidate> candidates(const remat::Fitted& fitted, int64_t blocks) {
   const remat::ChainCost cost = fitted.cost();
   const remat::Frontier frontier = fitted.frontier();
   const auto stages = static_cast<int64_t>(cost.stages.size());
-  // Plans of the blocks alone, moved behind the embedding.
+  // Moves plans of the blocks behind the embedding.
   const auto around_blocks = [&](const remat::Plan& plan) {
     std::vector<remat::PlanRegion> regions = plan.regions();
     for (remat::PlanRegion& region : regions) region = {region.first + 1, region.last + 1};
@@ -138,7 +138,7 @@ std::vector<Candidate> candidates(const remat::Fitted& fitted, int64_t blocks) {
   return all;
 }
 
-// Runs each plan in turn; whether all gradients are those of the first one, bit by bit.
+// Runs each plan in turn. Returns whether all gradients are those of the first one, bit by bit.
 bool execute(std::vector<Candidate>& plans, CharTransformer& model,
              const std::vector<remat::Stage>& stages, const torch::Tensor& ids, int64_t repeats,
              const Target& target) {
@@ -165,7 +165,7 @@ bool execute(std::vector<Candidate>& plans, CharTransformer& model,
   return equal;
 }
 
-// Whether every predicted peak is within 2 % of the measured one.
+// Prints the table. Returns whether every predicted peak is within 2 % of the measured one.
 bool print_table(const std::vector<Candidate>& plans, double plain_seconds) {
   std::printf("\n%-16s %12s %12s %9s %14s %12s %7s %6s\n", "plan", "peak [MB]", "predicted", "",
               "time of a step", "predicted", "regions", "depth");
@@ -199,7 +199,7 @@ void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
       .write(path);
 }
 
-// The peak of what `work` allocates, beyond what there was before.
+// Returns the peak of the allocations of `work`, beyond the bytes alive before.
 template <class Work>
 int64_t peak_of(const Work& work, const torch::Device& device) {
   work();  // a first run allocates what stays
@@ -210,7 +210,7 @@ int64_t peak_of(const Work& work, const torch::Device& device) {
   return meter.peak_bytes() - before;
 }
 
-// A few steps of training; false if an allocation did not fit under the limit.
+// Trains a few steps. Returns false if an allocation did not fit under the limit.
 bool trains(const remat::Stage& loss_of, torch::Tensor& targets, const Text& text,
             const Options& options, torch::optim::Adam& optimizer, int64_t budget) {
   std::mt19937 random(kSeed);
@@ -240,14 +240,14 @@ bool trains(const remat::Stage& loss_of, torch::Tensor& targets, const Text& tex
 
 int run(const Options& options) {
   std::filesystem::create_directories(options.out);       // an error here comes before the work
-  const remat::MemoryMeter meter(options.target.device);  // before the tensors that it shall count
+  const remat::MemoryMeter meter(options.target.device);  // before the tensors that it counts
   const Text text(options.text, options.model.context);
   ModelOptions shape = options.model;
   shape.vocabulary = text.vocabulary();
   torch::manual_seed(kSeed);
   CharTransformer model(shape, Checkpointing::None);
   model->to(options.target.device);
-  // Gradients stay where they are: no budget counts them.
+  // Gradients exist from here on, so no budget counts them.
   for (torch::Tensor& each : model->parameters()) each.mutable_grad() = torch::zeros_like(each);
   std::mt19937 random(kSeed);
   const Batch batch = text.training_batch(options.batch_size, random).to(options.target.device);
@@ -257,14 +257,14 @@ int run(const Options& options) {
   stages.push_back([&targets](const torch::Tensor& scores) {
     return torch::cross_entropy_loss(scores.flatten(0, 1), targets.flatten());
   });
-  // Autocast around each stage by itself, so that each is measured as it runs.
+  // Autocast is around each stage by itself, so that each is measured as it runs.
   for (remat::Stage& stage : stages)
     stage = [stage, target = options.target](const torch::Tensor& x) {
       const Autocast autocast(target);
       return stage(x);
     };
 
-  // What a step takes without regions, run once.
+  // The peak of a step without regions, run once.
   const remat::Plan none(static_cast<int64_t>(stages.size()));
   const int64_t keep_all = peak_of([&] { step(model, stages, none, batch.inputs, options.target); },
                                    options.target.device);
@@ -272,7 +272,7 @@ int run(const Options& options) {
   if (options.takes_free)
     budget = remat::free_budget(remat::measure(stages, batch.inputs), options.target.device);
 
-  // The whole of planning: measure, solve, choose, see that it fits.
+  // The whole of planning: measure, solve, choose, verify.
   const remat::Fitted fitted = remat::fit(stages, batch.inputs, budget);
   const remat::ChainCost cost = fitted.cost();
   const remat::Frontier frontier = fitted.frontier();
@@ -310,11 +310,11 @@ int run(const Options& options) {
   draw(frontier, plans, plain_seconds, budget, path, shape.blocks);
   std::printf("The frontier, with these plans: %s\n\n", path.c_str());
 
-  // Optimizer state is no activation: one step makes it before the limit is set.
+  // Optimizer state does not count as activations: one step makes it before the limit is set.
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
   optimizer.step();
-  // A budget is of bytes that are asked for. What a device's allocator adds is measured over all
-  // peaks; one may have twice that.
+  // A budget counts requested bytes. The bytes that a device's allocator adds are measured over all
+  // peaks; a single peak may have twice that share.
   const auto limit =
       budget + static_cast<int64_t>(std::ceil(2 * cost.rounding * static_cast<double>(budget)));
   std::printf("Training with a limit of %.2f MB over what is alive:\n", megabytes(limit));

@@ -1,23 +1,27 @@
 // Trains a small character transformer on a real text under byte budgets and with checkpoints, and
 // compares both with the plain program.
 //
-// First the same step runs within 80, 50, 30 and 15 % of its own memory, which a BudgetGuard
-// bounds, beside every block checkpointed and the plans of `fit`; the gradients must be bit-equal.
-// A page shows what one budget dropped and ran again.
+// First the same step runs within 80, 50, 30 and 15 % of its own memory, bounded by a BudgetGuard,
+// beside every block checkpointed and the plans of `fit`. The gradients must be bit-equal. A page
+// shows the operators that one budget dropped and ran again.
 //
-// Then the same model is trained from the same seed five times, step by step in turn: without
-// checkpoints, with every block checkpointed, with groups of blocks checkpointed around the
-// checkpointed blocks, and with every block checkpointed but for its matmuls, or for one value that
-// was given a name. It prints a table of activation bytes, time and loss; the parameters must
-// be bit-equal in the end. Then it sets a memory limit under which training without checkpoints
-// fails and training with them goes on, draws the memory of one step over time, and writes a page
-// about what the regions of one step do.
+// Then the same model trains from the same seed five times, step by step in turn:
+// * without checkpoints,
+// * with every block checkpointed,
+// * with groups of blocks checkpointed around the checkpointed blocks,
+// * with every block checkpointed but for its matmuls,
+// * with every block checkpointed but for one named value.
 //
-// With --device it trains on an accelerator: bytes, limit and pictures are that device's. The
-// budgets are left out there.
+// A table shows activation bytes, time and loss; the parameters must be bit-equal in the end. A
+// memory limit follows under which training without checkpoints fails and training with them
+// succeeds. The program also draws the memory of one step over time, and writes a page about the
+// regions of one step.
 //
-// Exit status: 0, or 1 if gradients or parameters differ on the CPU, a budget does not hold, or the
-// limit does not tell the trainings apart; or 2 if it was called wrongly or could not run.
+// With --device it trains on an accelerator: bytes, limit and pictures are of that device, and the
+// budgets are left out.
+//
+// Exit status: 0; 1 if gradients or parameters differ on the CPU, a budget does not hold, or the
+// limit does not separate the trainings; 2 if it was called wrongly or could not run.
 
 #include <torch/torch.h>
 
@@ -92,7 +96,8 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-// A step under byte budgets. Returns whether all gradients are the plain ones and all budgets held.
+// Runs a step under byte budgets. Returns whether all gradients are the plain ones and all budgets
+// held.
 bool show_budgets(const Text& text, const ModelOptions& model, const Options& options) {
   if (!options.target.device.is_cpu()) {
     std::printf("A byte budget without regions bounds the memory of the CPU only.\n\n");
@@ -116,7 +121,7 @@ bool show_budgets(const Text& text, const ModelOptions& model, const Options& op
   return is_right;
 }
 
-// Each training takes the same steps, in turn, so that all meet the same noise of the machine.
+// Trains step by step in turn, so that noise of the machine affects all trainings alike.
 void train(std::deque<Training>& trainings, const Text& text, const Options& options,
            std::mt19937& random) {
   for (int64_t i = 0; i < options.steps; ++i) {
@@ -135,7 +140,7 @@ void train(std::deque<Training>& trainings, const Text& text, const Options& opt
   }
 }
 
-// Prints the table; whether all parameters equal those of the first training.
+// Prints the table. Returns whether all parameters equal those of the first training.
 bool compare(std::deque<Training>& trainings, const Batch& held_out, int64_t steps,
              bool is_reproducible) {
   const Training& plain = trainings.front();
@@ -166,7 +171,7 @@ bool compare(std::deque<Training>& trainings, const Batch& held_out, int64_t ste
   return equal;
 }
 
-// One more step of each training, drawn.
+// Draws one more step of each training.
 void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_bytes,
           const std::string& folder) {
   const std::vector<std::string> colors{"#4c72b0", "#dd8452", "#2e8b57", "#8172b2", "#b5651d"};
@@ -181,7 +186,7 @@ void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_byt
   std::printf("Memory over the time of one step: %s\n\n", path.c_str());
 }
 
-// One more step, with what its regions do.
+// Records the regions of one more step.
 void record(Training& training, const Batch& batch, const std::string& folder) {
   const remat::Recorder recorder;
   training.train(batch);
@@ -191,7 +196,8 @@ void record(Training& training, const Batch& batch, const std::string& folder) {
               recorder.report().to_string().c_str(), path.c_str());
 }
 
-// Whether `training` can take a few steps under a limit of so many bytes beyond what is alive.
+// Returns whether `training` can take a few steps under a limit of `limit_bytes` beyond those
+// alive.
 bool trains_within(Training& training, const Text& text, const Options& options,
                    int64_t limit_bytes) {
   std::mt19937 random(kSeed);

@@ -1,5 +1,5 @@
 #pragma once
-// The command line of an example, and the exit status of what it asks for.
+// The command line of an example, and its exit status.
 
 #include <c10/util/Exception.h>
 
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-// Where an example finds its text, and writes to, unless its command line says otherwise.
+// The default places of an example's text and output; its command line can change them.
 #ifndef REMAT_EXAMPLE_TEXT
 #define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
 #endif
@@ -20,7 +20,7 @@ struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A number from `least` to `most`, whole if these are.
+// Returns a number from `least` to `most`, which is whole if these are.
 template <class Number>
 Number parse_number(const std::string& name, const std::string& text, Number least, Number most) {
   std::istringstream words(text);
@@ -31,8 +31,8 @@ Number parse_number(const std::string& name, const std::string& text, Number lea
   throw UsageError(error.str());
 }
 
-// Gives each option to `take`, with a function that returns the word behind it; it returns whether
-// it knows the option.
+// Gives each option to `take`, with a function that returns the word behind it. `take` returns
+// whether it knows the option.
 template <class Take>
 void parse_options(int argc, char** argv, const Take& take) {
   for (int i = 1; i < argc; ++i) {
@@ -45,8 +45,8 @@ void parse_options(int argc, char** argv, const Take& take) {
   }
 }
 
-// The main function of an example: returns what `run` returns, 0 after --help, or 2 after an error,
-// which `name` then says.
+// Runs the main function of an example. Returns the result of `run`, 0 after --help, or 2 after an
+// error, whose text begins with `name`.
 template <class Run>
 int run_example(const std::string& name, const std::string& usage, int argc, char** argv,
                 const Run& run) {

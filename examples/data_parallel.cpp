@@ -2,17 +2,17 @@
 //
 // Several processes train one model, each on its part of the batch. c10d::Reducer, the engine of
 // Python's DistributedDataParallel, averages the gradients over Gloo while backward runs. Each
-// block of the model is a region. The model is made to be difficult for the reducer: blocks share
-// their parameters, a layer is used by some processes only, and one by none.
+// block of the model is a region. The model is made difficult for the reducer: blocks share their
+// parameters, one layer is used in some processes only, and one is never used.
 //
 // A reducer must see each gradient complete exactly once per step. It does, because a recompute
 // accumulates nothing: the graph, the leaves in it and their accumulators are the forward's.
 //
 // Each process trains the model a second time, without regions, and compares the gradients. In the
-// end one process trains it on whole batches. Prints the losses of all, how often gradients were
-// ready, and bytes.
+// end one process trains it on whole batches. The program prints the losses of all, how often
+// gradients were ready, and bytes.
 //
-// Exit status: 0 if all of that is as it should be, 1 if not, 2 if it could not run.
+// Exit status: 0 if all comparisons hold, 1 if not, 2 if it could not run.
 
 #include <torch/torch.h>
 
@@ -38,9 +38,9 @@ namespace {
 
 constexpr int64_t width = 128, rows_per_process = 128, layers = 8, steps = 4;
 
-// Some rows are marked; those go through the adapter as well, a layer that all blocks share.
+// A block. Marked rows also go through the adapter, a layer that all blocks share.
 struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(torch::nn::Linear shared) : adapter(shared) {  // whoever made it registers it
+  explicit BlockImpl(torch::nn::Linear shared) : adapter(shared) {  // its maker registers it
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
     up = register_module("up", torch::nn::Linear(width, 4 * width));
     down = register_module("down", torch::nn::Linear(4 * width, width));
@@ -69,7 +69,7 @@ struct ModelImpl : torch::nn::Module {
     to(options.device(), torch::typeMetaToScalarType(options.dtype()));
   }
 
-  // Every block twice: its parameters belong to two regions.
+  // Runs every block twice, so that its parameters belong to two regions.
   torch::Tensor forward(torch::Tensor x, const torch::Tensor& marked) {
     for (int64_t i = 0; i < layers; ++i)
       x = remat::checkpoint({.name = "layer " + std::to_string(i)}, blocks[i / 2], x, marked);
@@ -84,7 +84,7 @@ TORCH_MODULE(Model);
 struct Batch {
   torch::Tensor input, marked, target;
 
-  // The whole batch of a step, the same in every process. The second half is marked.
+  // Returns the whole batch of a step, the same in every process. The second half is marked.
   static Batch of_step(int64_t step, int64_t rows) {
     torch::manual_seed(100 + step);
     const torch::Tensor input = torch::randn({rows, width}, torch::kFloat64);
@@ -105,7 +105,7 @@ struct Batch {
   }
 };
 
-// The engine of DistributedDataParallel, set up as that does it.
+// Makes the engine of DistributedDataParallel, with the same settings.
 std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<torch::Tensor>& parameters,
                                             const Group& group) {
   c10d::verify_params_across_processes(group.process_group, parameters, {});
@@ -113,7 +113,7 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<torch::Tensor>& pa
   auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(
       parameters, {first_bucket_bytes, bucket_bytes}, std::vector<bool>(parameters.size(), false)));
   std::reverse(buckets.begin(), buckets.end());  // backward reaches the last parameters first
-  // Later arguments came with later versions of LibTorch.
+  // Later versions of LibTorch added the later arguments.
   const auto make = [&](auto... later) -> std::unique_ptr<c10d::Reducer> {
     using Names = std::unordered_map<size_t, std::string>;
     using Buckets = std::vector<std::vector<size_t>>;
@@ -134,7 +134,8 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<torch::Tensor>& pa
   return reducer;
 }
 
-// One model in training, in one process; with a group, together with the others of that.
+// One model in training in one process; with a group, together with the other processes of the
+// group.
 class Training {
  public:
   Training(bool has_regions, const Target& target, const Group* group)
@@ -150,7 +151,7 @@ class Training {
   }
   Training& operator=(Training&&) = delete;  // the counters refer to it
 
-  // Forward, backward and the optimizer's step; returns the loss.
+  // Runs forward, backward and the optimizer's step. Returns the loss.
   double train(const Batch& batch) {
     optimizer_->zero_grad(/*set_to_none=*/false);  // gradients are not among the bytes below
     num_ready_.assign(parameters_.size(), 0);
@@ -173,7 +174,7 @@ class Training {
     return loss.item<double>();
   }
 
-  // How far its gradients are from another's, of the last step.
+  // Returns the difference of the last step's gradients from another training's.
   double difference_from(const Training& other) const {
     double difference = 0;
     for (size_t i = 0; i < parameters_.size(); ++i)
@@ -181,7 +182,7 @@ class Training {
           std::max(difference, difference_of(other.parameters_[i].grad(), parameters_[i].grad()));
     return difference;
   }
-  // How many of the parameters had their gradient accumulated so often.
+  // Returns the number of parameters whose gradient was accumulated `times` times.
   int64_t num_ready(int64_t times) const {
     return std::count(num_ready_.begin(), num_ready_.end(), times);
   }
@@ -190,7 +191,7 @@ class Training {
                          [](const torch::Tensor& each) { return !each.grad().defined(); });
   }
   int64_t num_parameters() const { return static_cast<int64_t>(parameters_.size()); }
-  // [bytes] Forward's and backward's, beyond what was alive before the step.
+  // Returns the peak [bytes] of forward and backward, beyond the bytes alive before the step.
   int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
@@ -206,7 +207,7 @@ class Training {
   int64_t peak_bytes_ = 0;
 };
 
-// What a worker tells of itself, beside its losses.
+// A worker's results, besides its losses.
 enum Fact { Difference, ReadyOnce, ReadyNever, WithoutGradient, Peak, PlainPeak };
 
 void work(const Place& place, const Store& store) {
@@ -235,7 +236,7 @@ void work(const Place& place, const Store& store) {
   facts[PlainPeak] = static_cast<double>(plain.peak_bytes());
   tell(store, "losses of " + std::to_string(place.rank), losses);
   tell(store, "facts of " + std::to_string(place.rank), facts);
-  group.backend->barrier()->wait();  // nobody leaves while another still talks to it
+  group.backend->barrier()->wait();  // no process leaves while another still needs it
 }
 
 bool judge(const Place& place, const Store& store) {

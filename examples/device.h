@@ -10,12 +10,13 @@
 #include <stdexcept>
 #include <string>
 
-// With an index, if it is no CPU. Throws std::runtime_error if this LibTorch cannot use it here.
+// Returns the device, with an index unless it is the CPU. Throws std::runtime_error if this
+// LibTorch cannot use it here.
 inline c10::Device usable_device(const std::string& name) {
   try {
     return at::empty({1}, at::TensorOptions(c10::Device(name))).device();
   } catch (const c10::Error& error) {
-    // The first sentence; the rest of LibTorch's lists what it was built for.
+    // The first sentence only: LibTorch then lists the devices that it was built for.
     std::string text = error.what_without_backtrace();
     text = text.substr(0, std::min(text.find('\n'), text.find(". ")));
     if (text.ends_with('.')) text.pop_back();

@@ -1,11 +1,11 @@
 // A mixture of experts whose routing flips in the recompute, and how remat::pin cures it.
 //
 // Each token goes to the expert with the highest score. Two experts score nearly the same here, and
-// the scores are computed the way a nondeterministic kernel does: rounded differently each time. A
-// recompute then sends some tokens elsewhere, so the experts get batches of other sizes than in
-// forward. remat notices and throws. With the routing pinned, the recompute goes the forward's way.
+// the scores are rounded differently each time, as by a nondeterministic kernel. A recompute then
+// sends some tokens to other experts, which get batches of other sizes than in forward. remat
+// detects this and throws. With the routing pinned, the recompute uses forward's routing.
 //
-// Exit status: 0 if all of that happened as described, else 1, or 2 if it was called wrongly.
+// Exit status: 0 if everything happened as described, 1 if not, 2 if it was called wrongly.
 
 #include <torch/torch.h>
 
@@ -43,7 +43,7 @@ torch::Tensor scores_in_some_order(const torch::Tensor& x, const torch::Tensor& 
 struct MixtureImpl : torch::nn::Module {
   explicit MixtureImpl(bool pins) : pins_(pins) {
     gate = register_parameter("gate", torch::randn({width, experts}));
-    // Experts 0 and 1 score the same but for rounding.
+    // The scores of experts 0 and 1 differ by rounding only.
     torch::NoGradGuard no_grad;
     gate.select(1, 1).copy_(gate.select(1, 0));
     for (int64_t i = 0; i < experts; ++i)
@@ -72,7 +72,7 @@ struct MixtureImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mixture);
 
-// One step; prints and returns whether backward succeeded.
+// Runs one step. Prints and returns whether backward succeeded.
 bool steps(const char* name, bool pins, const Target& target) {
   torch::manual_seed(5);
   Mixture mixture(pins);

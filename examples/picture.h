@@ -1,5 +1,5 @@
 #pragma once
-// An SVG picture with two axes. Drawn is by pixels; `x` and `y` say where values are.
+// An SVG picture with two axes. Drawing is in pixels; `x` and `y` return the places of values.
 
 #include <cmath>
 #include <cstdint>
@@ -75,7 +75,7 @@ class Picture {
   }
 
  private:
-  // Multiples of 1, 2 or 5 times a power of ten.
+  // Returns multiples of 1, 2 or 5 times a power of ten.
   static std::vector<double> marks(const Axis& axis) {
     const double least = (axis.high - axis.low) / axis.most_marks;
     const double power = std::pow(10, std::floor(std::log10(least)));

@@ -1,15 +1,16 @@
-// Saved tensors wait for backward compressed: a place of one's own, in one file.
+// Stores saved tensors compressed until backward: a place of the program's own, in one file.
 //
-// A small convolutional net saves what compresses well: results of ReLU that are half zeros, the
-// indices of max pooling, a dropout mask. `Compress` gives each of them to zstd when it is saved,
-// and decompresses it when backward reads it. `CompressBeside` does the same on threads of its own:
-// it begins to compress while forward goes on, and to decompress before backward asks. The program
-// prints what is in memory after forward, and the time of forward and backward, without a guard,
-// with both places and with SaveOnDiskGuard, which take turns; the ratio is of medians, to
-// SaveOnDiskGuard.
+// A small convolutional net saves tensors that compress well: results of ReLU that are half zeros,
+// the indices of max pooling, a dropout mask. `Compress` compresses each of them with zstd when it
+// is saved, and decompresses it when backward reads it. `CompressBeside` does the same on threads
+// of its own: it compresses while forward continues, and decompresses before backward asks.
 //
-// Exit status: 0 if all gradients are bit-equal (on the CPU) and compressing took less than 60 % of
-// the bytes, else 1.
+// The program prints the bytes in memory after forward, and the time of forward and backward. It
+// compares a run without a guard, both places, and SaveOnDiskGuard, which take turns. The ratio is
+// of medians, to SaveOnDiskGuard.
+//
+// Exit status: 0 if all gradients are bit-equal (on the CPU) and the compressed tensors take less
+// than 60 % of the bytes, else 1.
 
 #include <remat/remat.h>
 #include <torch/torch.h>
@@ -42,7 +43,7 @@ size_t checked(size_t result) {
   return result;
 }
 
-// Of a device's, over the host.
+// Returns the compressed bytes. A device's tensor is copied to the host first.
 torch::Tensor compressed(const torch::Tensor& flat) {
   const torch::Tensor near = flat.cpu();
   const auto size = static_cast<size_t>(near.numel());
@@ -84,7 +85,7 @@ class Compress final : public remat::Place {
   }
 };
 
-// ---- the same beside the work
+// ---- the same, on threads beside the program
 
 class PackedBeside final : public remat::StoredContents {
  public:
@@ -93,7 +94,7 @@ class PackedBeside final : public remat::StoredContents {
         device_(flat.device()),
         packed_(std::async(
             std::launch::async, [done = all_done(flat.device()), flat = std::move(flat)]() mutable {
-              if (done) done->synchronize();  // what computes it, on the saver's stream
+              if (done) done->synchronize();               // the saver's stream computes the tensor
               return compressed(std::exchange(flat, {}));  // the original may be freed after it
             })) {}
   bool is_stored_late() const override { return true; }
@@ -108,7 +109,7 @@ class PackedBeside final : public remat::StoredContents {
   void cancel_load() override { loaded_ = {}; }
 
  private:
-  // Of what this thread has queued on the device.
+  // Returns an event behind all work that this thread has queued on the device.
   static std::shared_ptr<c10::Event> all_done(const torch::Device& device) {
     if (device.is_cpu()) return nullptr;
     const auto event = std::make_shared<c10::Event>(device.type());
@@ -129,7 +130,7 @@ class CompressBeside final : public remat::Place {
   }
 };
 
-// ---- a net, and what the guards cost
+// ---- a net, and the cost of the guards
 
 torch::nn::Sequential make_net() {
   using namespace torch::nn;

@@ -1,15 +1,15 @@
-// Training with parameters that no process holds as a whole.
+// Trains with parameters that no process holds as a whole.
 //
 // Each of several processes owns an equal part of the parameters of each block, with its part of
 // the optimizer's state, and works on its part of the batch. A block's parameters are gathered over
-// Gloo before it runs forward and freed after; they are needed again in backward, by the recompute
-// of the block and by the gradients that follow it. So each block is a region, and a
+// Gloo before the block runs forward, and freed after it. Backward needs them again, for the
+// recompute of the block and for the gradients that follow it. So each block is a region, and a
 // RecomputeObserverGuard gathers before the recompute. When the block's gradient is complete, it is
 // averaged, each process keeps its part, and the gathered parameters are freed. At most one block
 // is whole at any time.
 //
-// Without regions autograd reads the parameters in backward without asking, so whatever was
-// gathered must stay until then: all blocks at once. The program trains so too, for comparison, and
+// Without regions autograd reads the parameters in backward without asking, so gathered parameters
+// must stay until then: all blocks at once. For comparison the program also trains in that way, and
 // once in a single process that holds everything.
 //
 // Exit status: 0 if losses and bytes are as described, 1 if not, 2 if it could not run.
@@ -48,7 +48,7 @@ std::vector<torch::Tensor> initial_parameters(const Target& target) {
 struct Batch {
   torch::Tensor input, target;
 
-  // The whole batch of a step, the same in every process.
+  // Returns the whole batch of a step, the same in every process.
   static Batch of_step(int64_t step, int64_t rows) {
     torch::manual_seed(100 + step);
     const torch::Tensor input = torch::randn({rows, width}, torch::kFloat64);
@@ -65,7 +65,7 @@ struct Batch {
   }
 };
 
-// What a training comes to.
+// The results of a training.
 struct Outcome {
   std::vector<double> losses;
   double peak_bytes = 0;  // of everything: parameters, gradients, Adam's state, activations
@@ -89,8 +89,8 @@ class ShardedModel {
     std::optional<remat::DisableCheckpointGuard> plainly;
     if (!has_regions_) plainly.emplace();
     const Autocast autocast(target_);
-    // Nothing at `end`: the gradients that follow the recompute read the parameters too. The
-    // shard frees them when those are complete.
+    // Nothing at `end`: the gradients that follow the recompute read the parameters, too. The shard
+    // frees them when those gradients are complete.
     const remat::RecomputeObserverGuard gathers(
         {.begin = [this](const remat::PhaseInfo& region) { gather(*by_name_.at(region.name)); }});
     for (const std::string& name : names_) {
@@ -179,12 +179,12 @@ Outcome train_alone(const Place& place) {
   return train(parameters, forward, batch, target, first_bytes);
 }
 
-// What a worker tells of itself, beside its losses.
+// A worker's results, besides its losses.
 enum Fact { Difference, Peak, PlainPeak, Whole, PlainWhole, Gathers, PlainGathers };
 
 void work(const Place& place, const Store& store) {
   const Target& target = place.target;
-  const remat::MemoryMeter meter(target.device);  // from before the first tensor on
+  const remat::MemoryMeter meter(target.device);  // before the first tensor
   const Group group = join_group(store, place);
   const Outcome plain = train_sharded(place, group, false);
   const Outcome outcome = train_sharded(place, group, true);
@@ -203,7 +203,7 @@ void work(const Place& place, const Store& store) {
   facts[PlainGathers] = plain.num_gathers;
   tell(store, "losses of " + std::to_string(place.rank), outcome.losses);
   tell(store, "facts of " + std::to_string(place.rank), facts);
-  group.backend->barrier()->wait();  // nobody leaves while another still talks to it
+  group.backend->barrier()->wait();  // no process leaves while another still needs it
 }
 
 bool judge(const Place& place, const Store& store) {
@@ -211,14 +211,14 @@ bool judge(const Place& place, const Store& store) {
   const remat::MemoryMeter meter(target.device);
   const double block_bytes = static_cast<double>(block.initial(target.options()).nbytes());
   const Outcome alone = train_alone(place);
-  std::vector<double> mean(steps, 0), facts(PlainGathers + 1, 0);  // facts: the most of any
+  std::vector<double> mean(steps, 0), facts(PlainGathers + 1, 0);  // facts: the largest ones
   for (int rank = 0; rank < place.size; ++rank) {
     const std::vector<double> losses = told(store, "losses of " + std::to_string(rank));
     for (int64_t step = 0; step < steps; ++step) mean[step] += losses[step] / place.size;
     const std::vector<double> its = told(store, "facts of " + std::to_string(rank));
     for (size_t i = 0; i < its.size(); ++i) facts[i] = std::max(facts[i], its[i]);
   }
-  // Of parameters, their gradients and what Adam keeps of two moments.
+  // Bytes of parameters, their gradients and Adam's two moments.
   const double owned_bytes = 4 * num_blocks * block_bytes / place.size;
   if (!target.device.is_cpu() || target.dtype != torch::kDouble)
     std::printf("On %s.\n", target.name().c_str());

@@ -1,5 +1,5 @@
 #pragma once
-// Where an example runs, and in which precision: --device NAME and --dtype NAME.
+// The device and precision of an example: --device NAME and --dtype NAME.
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/Event.h>
@@ -18,9 +18,9 @@
 struct Target {
   torch::Device device = torch::kCPU;
   torch::ScalarType dtype = torch::kFloat;
-  bool has_float64 = false;  // whether --dtype may be that, too
+  bool has_float64 = false;  // whether --dtype may be float64
 
-  // Takes one of the two options; whether it was one.
+  // Takes one of the two options. Returns whether `name` was one.
   template <class Value>
   bool take(const std::string& name, const Value& value) {
     if (name == "--device") {
@@ -40,9 +40,10 @@ struct Target {
     return true;
   }
 
-  // Kernels of an accelerator may add in another order each time; those of the CPU here do not.
+  // Returns whether sums have one order: kernels of an accelerator may add in another order each
+  // time, but those of the CPU here do not.
   bool is_reproducible() const { return device.is_cpu(); }
-  // Of parameters and inputs.
+  // Returns the options of parameters and inputs.
   torch::TensorOptions options() const {
     return torch::TensorOptions(device).dtype(dtype == torch::kBFloat16 ? torch::kFloat : dtype);
   }
@@ -52,7 +53,7 @@ struct Target {
   std::string name() const {
     return device.str() + ", " + dtype_name() + (dtype == torch::kBFloat16 ? " by autocast" : "");
   }
-  // Until the device has done what was queued on the current stream.
+  // Waits until the device has done the work queued on the current stream.
   void wait() const {
     if (device.is_cpu()) return;
     c10::Event event(device.type());
@@ -61,8 +62,8 @@ struct Target {
   }
 };
 
-// While alive, what autocast knows computes in the target's precision. A weight is cast where it is
-// used: autocast's cache of casts would keep them longer than their stage.
+// Autocast to the target's precision for its lifetime. A weight is cast at each use: autocast's
+// cache would keep casts longer than their stage.
 class Autocast {
  public:
   explicit Autocast(const Target& target)

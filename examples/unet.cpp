@@ -1,11 +1,12 @@
 // Trains a U-Net to remove noise from a photograph, with none, some and all of its parts as
 // regions.
 //
-// `use_checkpoint` in three settings, as `remat::set_checkpoint_level` gives them: 0 nothing, 1
-// each block of two convolutions, 2 also each level of the net, which contains the levels below, so
-// that regions nest. Each trains from the same seed on the same crops and noise; the losses must be
-// equal bit by bit in every step, and so must the weights and the running statistics in the end. It
-// prints a table of peak bytes and time, and writes a picture: noisy, denoised, original.
+// `use_checkpoint` has three settings, as levels of `remat::set_checkpoint_level`: 0 for none; 1
+// for each block of two convolutions; 2 also for each level of the net, which contains the levels
+// below, so that regions nest. Each trains from the same seed on the same crops and noise. The
+// losses must be equal bit by bit in every step, and the weights and running statistics in the end.
+// The program prints a table of peak bytes and time, and writes a picture: noisy, denoised,
+// original.
 //
 // Exit status: 0, or 1 if a training on the CPU differs from the plain one (kernels of accelerators
 // may add in another order each time), or 2 if it was called wrongly.
@@ -86,8 +87,8 @@ struct Training {
   double seconds = 0;
 };
 
-// Losses, final state and costs of one training; the same for every level, if regions change
-// nothing.
+// Trains once. Returns losses, final state and costs; all but the costs are the same for every
+// level, if regions change nothing.
 Training train(const Options& options, const torch::Tensor& photo, int64_t level) {
   torch::manual_seed(7);
   Training done{.net = unet::UNet(options.channels, options.norm)};

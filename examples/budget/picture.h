@@ -7,7 +7,7 @@
 
 #include "../picture.h"
 
-// A plan that was run; or a corner of the frontier, where `name` is empty.
+// A plan that was run; or a corner of the frontier, if `name` is empty.
 struct PlanPoint {
   std::string name;
   double megabytes = 0;
@@ -15,7 +15,7 @@ struct PlanPoint {
   bool is_chosen = false;
 };
 
-// A staircase: with a budget between two corners the plan is that of the smaller one. Its steepest
+// Draws a staircase: between two corners, a budget gets the plan of the smaller one. The steepest
 // part, plans of many levels, leaves the picture at the top.
 inline void draw_curve(Picture& picture, const std::vector<PlanPoint>& frontier, double top) {
   const double height = Picture::kBottom - Picture::kTop;
@@ -44,7 +44,7 @@ inline void draw_dot(Picture& picture, double x, double y, const std::string& co
               color + "\" stroke=\"white\"/>\n");
 }
 
-// Names go where no name is yet: above the mark (the curve is below), else right of it or higher.
+// Writes names into free places: above the mark (the curve is below), else to the right or higher.
 inline void draw_runs(Picture& picture, const std::vector<PlanPoint>& runs) {
   struct Box {
     double left, top, right, bottom;

@@ -22,7 +22,7 @@
 #include "remat/report.h"
 #include "text.h"
 
-// 1234567 as "1,234,567"
+// Returns 1234567 as "1,234,567".
 inline std::string grouped(int64_t number) {
   std::string digits = std::to_string(number);
   for (int64_t i = static_cast<int64_t>(digits.size()) - 3; i > 0; i -= 3) digits.insert(i, 1, ',');
@@ -35,10 +35,10 @@ struct Way {
   CharTransformer model;                // has the gradients
   std::function<torch::Tensor()> loss;  // the forward
   int64_t budget_bytes = 0;             // of a BudgetGuard; 0: without one
-  int64_t peak_bytes = 0;               // of all steps, beyond what was alive before each
+  int64_t peak_bytes = 0;               // of all steps, beyond the bytes alive before each
   double least_seconds = 0;             // of forward and backward
   int64_t again = 0;                    // operator calls or regions that ran again in the last step
-  int64_t over_bytes = 0, floor_bytes = 0;  // as the budget's report says them
+  int64_t over_bytes = 0, floor_bytes = 0;  // from the budget's report
   bool is_equal = true;                     // all gradients of all steps are the plain ones
 };
 
@@ -64,7 +64,7 @@ class BudgetTable {
 
   BudgetTable& operator=(BudgetTable&&) = delete;  // the ways refer to it
 
-  // Each way takes a step in turn, so that all meet the same noise of the machine.
+  // Takes a step of each way in turn, so that noise of the machine affects all alike.
   void measure(int64_t rounds) {
     for (int64_t i = 0; i < rounds; ++i)
       for (Way& way : ways_) step(way);
@@ -102,7 +102,7 @@ class BudgetTable {
     return is_right;
   }
 
-  // One more step at 30 %, with the operators that are dropped and run again.
+  // Records one more step at 30 %, with the operators that are dropped and run again.
   void record(const std::string& folder) {
     const remat::Recorder recorder;
     Way& way = ways_[3];
@@ -121,7 +121,7 @@ class BudgetTable {
   CharTransformer seeded(const ModelOptions& options, Checkpointing checkpointing) const {
     torch::manual_seed(seed_);
     CharTransformer model(options, checkpointing);
-    // Gradients stay where they are: they are no activations.
+    // Gradients exist from here on: they are not activations.
     for (torch::Tensor& each : model->parameters()) each.mutable_grad() = torch::zeros_like(each);
     return model;
   }
@@ -139,7 +139,7 @@ class BudgetTable {
     ways_.push_back({std::move(name), model, std::move(loss)});
   }
 
-  // The fastest regions for that share of plain's peak. `fit` needs the model as a chain.
+  // Adds the fastest regions for that share of plain's peak. `fit` needs the model as a chain.
   void add_plan(int percent) {
     std::vector<remat::Stage> stages = plain_->stages();
     stages.push_back([this](const torch::Tensor& scores) {
@@ -167,7 +167,7 @@ class BudgetTable {
     meter_.reset_peak();
     const auto start = std::chrono::steady_clock::now();
     {
-      // The one line. A program has it around its loop; here the ways take turns.
+      // This one line is the budget. A program has it around its loop; here the ways take turns.
       std::optional<remat::BudgetGuard> budget;
       if (way.budget_bytes > 0) budget.emplace(remat::BudgetOptions{.bytes = way.budget_bytes});
       way.loss().backward();

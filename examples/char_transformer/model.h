@@ -61,7 +61,7 @@ class BlockImpl : public torch::nn::Module {
     const torch::Tensor mixed =
         torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
                                             /*dropout_p=*/0.0, /*is_causal=*/true);
-    // Attention computes most for the bytes it returns.
+    // Attention has the most computation for the bytes of its result.
     const torch::Tensor named = remat::checkpoint_name(mixed, "attention");
     return attention_dropout_(projection_(named.transpose(1, 2).reshape({batch, length, width})));
   }
@@ -125,7 +125,8 @@ class CharTransformerImpl : public torch::nn::Module {
     return scores(norm_(x), output_, characters_);
   }
 
-  // The same as a chain of parts, each with what it needs, whatever is checkpointed.
+  // Returns the model as a chain of stages, each with its own parts, independent of
+  // `checkpointing`.
   std::vector<remat::Stage> stages() const {
     std::vector<remat::Stage> stages;
     stages.push_back(
@@ -141,7 +142,7 @@ class CharTransformerImpl : public torch::nn::Module {
     return stages;
   }
 
-  // The mean cross-entropy [nats per character].
+  // Returns the mean cross-entropy [nats per character].
   torch::Tensor loss(const torch::Tensor& ids, const torch::Tensor& targets) {
     return torch::cross_entropy_loss(forward(ids).flatten(0, 1), targets.flatten());
   }

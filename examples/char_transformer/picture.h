@@ -15,8 +15,8 @@ struct Curve {
   std::vector<Sample> samples;
 };
 
-// Between two samples memory stays as it was. Of the samples within one pixel's width only the
-// last, the lowest and the highest can be seen.
+// Returns a step curve: memory is constant between two samples. Within one pixel's width, only the
+// last, the lowest and the highest sample are visible.
 inline std::string points_of(const Curve& curve, const Picture& picture) {
   std::string points;
   double level = picture.y(0);
@@ -36,7 +36,7 @@ inline std::string points_of(const Curve& curve, const Picture& picture) {
   return points;
 }
 
-// `limit_bytes` is drawn as a horizontal line.
+// Draws the curves, and `limit_bytes` as a horizontal line.
 inline Picture memory_picture(const std::string& title, const std::vector<Curve>& curves,
                               int64_t limit_bytes) {
   Axis time{.label = "time from the start of backward [ms]"};

@@ -20,7 +20,7 @@ struct Batch {
 
 class Text {
  public:
-  // Reads a file of single-byte characters. The last tenth is kept for evaluation.
+  // Reads a file of single-byte characters. The last tenth is for evaluation.
   Text(const std::string& path, int64_t context) : context_(context) {
     std::ifstream file(path, std::ios::binary);
     if (!file) {

@@ -57,7 +57,7 @@ class Timeline {
   }
   static void leave(const at::RecordFunction&, at::ObserverContext*) { current_->sample(); }
 
-  // What the operator took and gave back in between shows as a peak at its end.
+  // Memory that the operator allocated and freed in between shows as a peak at its end.
   void sample() {
     const Clock::time_point now = Clock::now();
     samples_.emplace_back(now, meter_.peak_bytes());

@@ -18,14 +18,14 @@
 
 struct Step {
   double loss = 0;
-  double seconds = 0;      // of forward, backward and the optimizer's step
-  int64_t peak_bytes = 0;  // activations: the most alive at once, beyond what was alive before
+  double seconds = 0;               // of forward, backward and the optimizer's step
+  int64_t peak_bytes = 0;           // activations: the peak, beyond the bytes alive before
   int64_t after_forward_bytes = 0;  // activations alive between forward and backward
 };
 
 class Training {
  public:
-  // The same seed makes the same parameters, whatever is checkpointed.
+  // The same seed makes the same parameters under every kind of checkpointing.
   Training(std::string name, const ModelOptions& options, Checkpointing checkpointing,
            uint64_t seed, const Target& target)
       : name_(std::move(name)),
@@ -34,8 +34,8 @@ class Training {
         meter_(target.device),
         model_(seeded_model(options, checkpointing, seed, target)),
         optimizer_(model_->parameters(), torch::optim::AdamOptions(2e-3)) {
-    // Gradients and optimizer state are no activations: make the former now, and leave the
-    // first step, in which Adam makes the latter, out of the numbers.
+    // Gradients and optimizer state are not activations. Gradients are made now; the first step, in
+    // which Adam makes its state, does not count.
     for (torch::Tensor& parameter : model_->parameters()) {
       parameter.mutable_grad() = torch::zeros_like(parameter);
     }
@@ -44,7 +44,7 @@ class Training {
   const std::string& name() const { return name_; }
   c10::Device device() const { return target_.device; }
 
-  // Forward, backward and the optimizer's step; the first two are sampled if there is a timeline.
+  // Runs forward, backward and the optimizer's step. A timeline samples the first two.
   Step train(const Batch& given, Timeline* timeline = nullptr) {
     Step step;
     const Batch batch = given.to(target_.device);
@@ -83,7 +83,7 @@ class Training {
     return model_->loss(batch.inputs, batch.targets).item<double>();
   }
 
-  // Over all steps but the first.
+  // Returns the median over all steps but the first.
   double median_seconds() const {
     std::vector<double> seconds;
     for (size_t i = 1; i < steps_.size(); ++i) seconds.push_back(steps_[i].seconds);
@@ -93,7 +93,7 @@ class Training {
   int64_t peak_bytes() const { return largest(&Step::peak_bytes); }
   int64_t after_forward_bytes() const { return largest(&Step::after_forward_bytes); }
 
-  // The largest difference of any parameter's element; NaN counts as infinite.
+  // Returns the largest difference of any parameter's element; NaN counts as infinite.
   double difference_from(const Training& other) const {
     const std::vector<torch::Tensor> mine = model_->parameters();
     const std::vector<torch::Tensor> theirs = other.model_->parameters();

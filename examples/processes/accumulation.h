@@ -1,5 +1,5 @@
 #pragma once
-// Calls back when a leaf's gradient has been accumulated: when it is complete, in plain autograd.
+// Calls a function when a leaf's gradient is complete, as plain autograd accumulates it.
 
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/torch.h>
@@ -22,6 +22,6 @@ class Accumulation {
   }
 
  private:
-  // The leaf knows it only weakly, and the hook is gone with it.
+  // Owned here: the leaf refers to its node only weakly, and the hook dies with the node.
   decltype(torch::autograd::Edge::function) node_;
 };

@@ -3,7 +3,7 @@
 
 #include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-// Needs Gloo's headers and USE_C10D_GLOO; Gloo itself is in libtorch_cpu, so nothing more is
+// Needs Gloo's headers and USE_C10D_GLOO. Gloo itself is in libtorch_cpu, so no other library is
 // linked.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -12,11 +12,12 @@
 #include "store.h"
 
 struct Group {
-  c10::intrusive_ptr<c10d::Backend> backend;             // of tensors where the worker computes
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // the same, as the Reducer wants it
+  c10::intrusive_ptr<c10d::Backend> backend;             // for tensors on the worker's device
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // the same, for the Reducer
 };
 
-// Waits for the others. A worker that waits for one of them longer than a minute throws.
+// Joins the group after all others have come. A wait for another worker longer than a minute
+// throws.
 inline Group join_group(const Store& store, const Place& place) {
   const auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));

@@ -1,5 +1,5 @@
 #pragma once
-// Which of the program's processes this one is, and where it computes, from the command line.
+// The process's number among those of the program, and its device, from the command line.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/types.h>
@@ -19,7 +19,7 @@ struct Place {
   Target target{.dtype = torch::kDouble, .has_float64 = true};
   std::string device_name = "cpu";
 
-  // What a worker's command line must say of it.
+  // Returns the words that a worker's command line needs.
   std::vector<std::string> words() const {
     return {"--processes", std::to_string(size), "--device", device_name,
             "--dtype",     target.dtype_name()};
@@ -45,7 +45,7 @@ inline Place parse_place(int argc, char** argv) {
     return true;
   });
   place.target.device = usable_device(place.device_name);
-  // Each process has a device of its own, if there are enough and the command line names none.
+  // Each process gets a device of its own, if there are enough and the command line names none.
   if (place.rank > 0 && !torch::Device(place.device_name).has_index()) {
     const auto type = place.target.device.type();
     const int count = type == torch::kCPU ? 1 : c10::impl::VirtualGuardImpl(type).deviceCount();

@@ -1,5 +1,5 @@
 #pragma once
-// A program of several processes: the first starts the others, which are the same program.
+// A program of several processes: the first process starts the others, which run the same program.
 
 #include <torch/torch.h>
 
@@ -16,14 +16,14 @@
 
 struct Program {
   std::string name;
-  // In each worker; what it throws fails the whole program.
+  // Runs in each worker. An exception fails the whole program.
   std::function<void(const Place&, const Store&)> work;
-  // In the first process when all workers have ended well: compares what they told; whether all is
-  // as promised.
+  // Runs in the first process when all workers have ended well: compares their results. Returns
+  // whether all promises hold.
   std::function<bool(const Place&, const Store&)> judge;
 };
 
-// What another order of sums may make of a loss or a gradient, relative: rounding and nothing else.
+// Returns the relative difference that another order of sums can make to a loss or a gradient.
 inline double rounding(const Target& target) {
   return target.dtype == torch::kDouble ? 1e-12 : target.dtype == torch::kFloat ? 1e-4 : 5e-2;
 }
@@ -34,7 +34,7 @@ inline std::string to_rounding(const std::string& what, const Target& target) {
   return text.str();
 }
 
-// How far `b` is from `a`, relative; 0 if they are bit-equal, or both undefined.
+// Returns the relative difference of `b` from `a`; 0 if they are bit-equal, or both undefined.
 inline double difference_of(const torch::Tensor& a, const torch::Tensor& b) {
   if (!a.defined() && !b.defined()) return 0;
   constexpr double none = std::numeric_limits<double>::infinity();
@@ -44,13 +44,13 @@ inline double difference_of(const torch::Tensor& a, const torch::Tensor& b) {
   return std::isfinite(difference) ? difference : none;
 }
 
-// Whether a training with regions came to what one without them did: the same bits, where kernels
+// Returns whether a training with regions has the results of one without: the same bits, if kernels
 // have one order of sums.
 inline bool is_promised(double difference, const Target& target) {
   return difference <= (target.is_reproducible() ? 0 : rounding(target));
 }
 
-// "gradients are bit-equal to those without regions", where that is promised.
+// Returns "gradients are bit-equal to those without regions", if that is promised.
 inline std::string as_without_regions(const std::string& what, double difference,
                                       const Target& target) {
   if (target.is_reproducible()) return what + " are bit-equal to those without regions";
@@ -66,7 +66,7 @@ inline bool say(const std::string& what, bool holds) {
   return holds;
 }
 
-// The exit status: 0 if all is as promised, 1 if not, 2 if it was called wrongly or failed.
+// Returns the exit status: 0 if all promises hold, 1 if not, 2 if it was called wrongly or failed.
 inline int run(const Program& program, int argc, char** argv) {
   const std::string usage =
       "usage: " + program.name +
@@ -78,7 +78,7 @@ inline int run(const Program& program, int argc, char** argv) {
   std::string who = program.name;  // a worker adds its rank
   return run_example(who, usage, argc, argv, [&] {
     const Place place = parse_place(argc, argv);
-    // The processes share the machine; and sums in one thread have one order.
+    // The processes share the machine, and sums in one thread have one order.
     torch::set_num_threads(1);
     if (place.rank >= 0) {
       Workers::follow(place.leader);

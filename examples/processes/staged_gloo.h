@@ -1,6 +1,5 @@
 #pragma once
-// Gloo for the tensors of a device: over the host, since a LibTorch may have it for the CPU's
-// alone.
+// Gloo for the tensors of a device, by way of the host: a LibTorch may have Gloo for the CPU only.
 
 #include <torch/torch.h>
 

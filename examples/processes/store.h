@@ -1,6 +1,5 @@
 #pragma once
-// What the processes of a program tell each other by name: LibTorch's TCPStore, on this machine
-// only.
+// Messages by name between the processes of a program: LibTorch's TCPStore, on this machine only.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -17,10 +16,10 @@
 
 using Store = c10::intrusive_ptr<c10d::TCPStore>;
 
-// Serves one at a free port, which `port` becomes; it lives in this process and leaves nothing
-// behind.
+// Serves a store at a free port, and sets `port` to it. The store lives in this process and leaves
+// nothing behind.
 inline Store serve_store(uint16_t& port) {
-  // A socket of our own, since the store's would listen to the whole network.
+  // A socket of the program's own, since the store's socket would accept the whole network.
   const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -36,7 +35,7 @@ inline Store serve_store(uint16_t& port) {
   options.isServer = true;
   options.port = port;
   options.waitWorkers = false;
-  options.masterListenFd = socket;  // it is the store's now
+  options.masterListenFd = socket;  // the store owns it now
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
@@ -54,7 +53,7 @@ inline void tell(const Store& store, const std::string& name, const std::vector<
   store->set(name, bytes);
 }
 
-// Waits until it is told.
+// Returns the numbers under a name; waits until a process has set them.
 inline std::vector<double> told(const Store& store, const std::string& name) {
   const std::vector<uint8_t> bytes = store->get(name);
   std::vector<double> numbers(bytes.size() / sizeof(double));

@@ -1,5 +1,5 @@
 #pragma once
-// The processes that a program starts of itself.
+// The worker processes that a program starts.
 
 #include <signal.h>
 #include <spawn.h>
@@ -17,8 +17,8 @@
 
 #include "place.h"
 
-// Starts the workers of `place`. None outlives this object, nor the process that made it, however
-// that ends.
+// Starts the workers of `place`. Each ends with this object, and with the process that made it, in
+// whatever way that ends.
 class Workers {
  public:
   Workers(const Place& place, uint16_t port) {
@@ -47,8 +47,8 @@ class Workers {
   ~Workers() { end(); }
   Workers& operator=(Workers&&) = delete;
 
-  // Until all have ended well. Throws as soon as one has not, or the time is over: the others would
-  // wait for it.
+  // Waits until all workers have ended well. Throws as soon as one has not, or the time is over,
+  // since the others would wait for that one.
   void wait(std::chrono::seconds limit) {
     const auto until = std::chrono::steady_clock::now() + limit;
     while (!running_.empty()) {
@@ -61,10 +61,10 @@ class Workers {
     }
   }
 
-  // For a worker, first of all: has it killed when the process that started it ends.
+  // Must be a worker's first call: the worker is killed when the process that started it ends.
   static void follow(pid_t leader) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != leader) _exit(1);  // it ended before the line above
+    if (getppid() != leader) _exit(1);  // the leader ended before the line above
   }
 
  private:
@@ -73,7 +73,7 @@ class Workers {
     pid_t id;
   };
 
-  // Throws if it has ended otherwise than well.
+  // Returns whether a worker has ended. Throws if it has not ended well.
   static bool has_ended(const Running& worker) {
     int status = 0;
     const pid_t ended = waitpid(worker.id, &status, WNOHANG);

@@ -1,5 +1,5 @@
 #pragma once
-// A residual block whose parameters all lie in one tensor.
+// A residual block with all parameters in one tensor.
 
 #include <torch/torch.h>
 
@@ -9,7 +9,8 @@
 struct Block {
   int64_t width;
 
-  // All parameters of one, (P); drawn on the CPU in float64, the same for all `target`.
+  // Returns all parameters of a block, (P). They are drawn on the CPU in float64, so all `target`
+  // get the same.
   torch::Tensor initial(const torch::TensorOptions& target) const {
     const auto options = torch::TensorOptions(torch::kFloat64);
     const double scale = 1 / std::sqrt(static_cast<double>(width));
@@ -23,7 +24,8 @@ struct Block {
 
   // (P), (B, width) -> (B, width)
   torch::Tensor forward(const torch::Tensor& parameters, const torch::Tensor& x) const {
-    // One split and not several narrow(): its backward makes one gradient, not one of each part.
+    // One split instead of several narrow(): its backward makes one gradient, not one for each
+    // part.
     const std::vector<torch::Tensor> p = parameters.split_with_sizes(
         {width, width, 4 * width * width, 4 * width, 4 * width * width, width});
     const torch::Tensor normed = torch::layer_norm(x, {width}, p[0], p[1]);

@@ -9,7 +9,7 @@
 #include "../processes/accumulation.h"
 #include "../processes/group.h"
 
-// How many bytes of gathered parameters are alive in this process.
+// The bytes of gathered parameters that are alive in this process.
 struct Gathered {
   int64_t bytes = 0, peak_bytes = 0;
 
@@ -19,13 +19,13 @@ struct Gathered {
   }
 };
 
-// `whole()` is all parameters in one dimension. It has memory between `gather()` and `free()` only;
-// what autograd saved of it in between has its memory at the same times. When backward has
-// completed its gradient, the mean over the processes of this process's part of it becomes the
-// gradient of `part()`, and the memory is freed.
+// `whole()` is all parameters in one dimension. It has memory only between `gather()` and `free()`,
+// and so have saved tensors that share its storage. When backward has completed its gradient, the
+// gradient of `part()` becomes the mean over the processes of this process's part. Then the memory
+// is freed.
 //
-// Gathering gives the leaf its former values back, so for autograd, and for remat's check of
-// captured parameters, nothing must have changed: it writes through `variable_data()`, which has a
+// Gathering restores the leaf's former values, so for autograd, and for remat's check of captured
+// parameters, nothing may change. Writes therefore go through `variable_data()`, which has a
 // version counter of its own.
 class Shard {
  public:
@@ -48,7 +48,7 @@ class Shard {
     return padded_.narrow(0, 0, num_parameters_);
   }
 
-  // Waits for the other processes, which gather the same block.
+  // Gathers the parameters. Waits for the other processes, which gather the same block.
   void gather() {
     resize(part_.nbytes() * size_);
     torch::Tensor all = padded_.variable_data(), mine = part_.variable_data();
@@ -58,7 +58,7 @@ class Shard {
   void free() { resize(0); }
 
  private:
-  // Padded with zeros, so that all parts are equally long.
+  // Returns a part of the parameters, padded with zeros so that all parts are equally long.
   static torch::Tensor part_of(const torch::Tensor& initial, const Place& place) {
     const int64_t length = (initial.numel() + place.size - 1) / place.size;
     torch::Tensor padded = torch::zeros({length * place.size}, initial.options());
@@ -69,7 +69,7 @@ class Shard {
   void reduce() {
     torch::Tensor gradient = padded_.grad();
     padded_.mutable_grad().reset();
-    // All nodes that read the parameters have run, since each gives a part of this gradient.
+    // All nodes that read the parameters have run, since each contributes to this gradient.
     free();
     if (!part_.grad().defined()) part_.mutable_grad() = torch::empty_like(part_.variable_data());
     torch::Tensor mine = part_.mutable_grad();
@@ -77,7 +77,7 @@ class Shard {
     mine.div_(size_);
   }
 
-  // The storage stays the same object: tensors that autograd keeps refer to it.
+  // The storage stays the same object, since tensors that autograd keeps refer to it.
   void resize(size_t bytes) {
     const torch::Storage& storage = padded_.storage();
     gathered_.add(static_cast<int64_t>(bytes) - static_cast<int64_t>(held_bytes_));

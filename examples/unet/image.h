@@ -1,5 +1,5 @@
 #pragma once
-// Binary PPM files to (3, H, W) tensors of floats in [0, 1], and back.
+// Reads binary PPM files as (3, H, W) tensors of floats in [0, 1], and writes them.
 
 #include <torch/torch.h>
 
@@ -11,7 +11,7 @@
 
 namespace unet {
 
-// The next number of a PPM header, over white space and comment lines.
+// Returns the next number of a PPM header, after white space and comment lines.
 inline int64_t header_number(std::istream& file, const std::string& path) {
   while (file >> std::ws && file.peek() == '#') {
     std::string comment;
@@ -38,7 +38,7 @@ inline torch::Tensor read_ppm(const std::string& path) {
   return bytes.permute({2, 0, 1}).to(torch::kFloat).div(255).contiguous();
 }
 
-// Images of one size, side by side with a white gap.
+// Writes images of one size side by side, with a white gap.
 inline void write_ppm(const std::string& path, const std::vector<torch::Tensor>& images) {
   std::vector<torch::Tensor> row;
   for (const torch::Tensor& image : images) {

@@ -34,7 +34,7 @@ struct BlockImpl : torch::nn::Cloneable<BlockImpl> {
   torch::nn::Sequential layers = nullptr;
 };
 
-// Down, what lies below at half the size, and up again beside what came down.
+// One level: a block on the way down, the levels below at half the size, and a block on the way up.
 struct LevelImpl : torch::nn::Cloneable<LevelImpl> {
   // `channels`: of the input, of this level, and of those below.
   LevelImpl(std::vector<int64_t> channels, Norm norm) : channels(std::move(channels)), norm(norm) {
@@ -53,11 +53,12 @@ struct LevelImpl : torch::nn::Cloneable<LevelImpl> {
   std::vector<int64_t> channels;
   Norm norm;
   remat::Checkpointed<BlockImpl> down = nullptr, up = nullptr;
-  // Not a holder: LibTorch's want a complete type.
+  // Not a holder, since LibTorch's holders need a complete type.
   std::shared_ptr<remat::CheckpointedImpl<LevelImpl>> below;
 };
 
-// Blocks are regions from level 1 on; from level 2 on each level of the net is one around them.
+// Blocks are regions from level 1 on; from level 2 on, each level of the net is a region around
+// them.
 inline void LevelImpl::reset() {
   const remat::ModuleOptions block{.level = 1}, level{.level = 2};
   down = register_module("down",
@@ -70,7 +71,7 @@ inline void LevelImpl::reset() {
       "up", remat::Checkpointed<BlockImpl>(block, channels[1] + channels[2], channels[1], norm));
 }
 
-// Guesses the noise in a noisy picture.
+// Estimates the noise in a noisy picture.
 struct UNetImpl : torch::nn::Cloneable<UNetImpl> {
   UNetImpl(std::vector<int64_t> channels, Norm norm) : channels(std::move(channels)), norm(norm) {
     reset();

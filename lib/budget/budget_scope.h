@@ -1,5 +1,5 @@
 #pragma once
-// The scope of a budget's guard: what autograd saves in it gets the budget's hooks.
+// The scope of a budget's guard: tensors that autograd saves in it get the budget's hooks.
 
 #include <memory>
 #include <utility>
@@ -20,7 +20,7 @@ class BudgetScope final : public detail::Scope {
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     return std::make_unique<Saved>(runtime_);
   }
-  /// Finds the innermost of this thread, or null.
+  /// Returns this thread's innermost budget scope; null without one.
   static const BudgetScope* innermost() {
     return static_cast<const BudgetScope*>(detail::innermost(detail::Ability::Budget));
   }

@@ -134,7 +134,7 @@ class Call {
   Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime,
        uint64_t hash, const std::optional<c10::Device>& far)
       : op_(op), traits_(traits), kind_(kind), runtime_(runtime), far_(far), hash_(hash) {}
-  /// The operator has thrown if `end` was not called, and may have written before.
+  /// If `end` was not called, the operator has thrown, and may have written before.
   ~Call() {
     if (!written_.empty() || !hidden_.empty()) {
       Dead dead;
@@ -205,7 +205,7 @@ class Call {
   std::unique_ptr<Record> record_;
   c10::SmallVector<Value*, 4> owned_;
   Tensors written_;  // arguments written to, one of each storage
-  Tensors hidden_;   // the same, past the schema: see Note [Writes past the schema]
+  Tensors hidden_;   // arguments that the schema calls read-only: see Note [Writes past the schema]
   uint64_t hash_;    // 0: not yet computed
   std::optional<NoteDraw> draw_;
   CpuRngPosition position_{};  // of the generator before the call
@@ -328,9 +328,9 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
   }
 }
 
-// A kernel that draws past the operators that random numbers go through (`randperm`) cannot be
-// given another generator when it runs again. A device without a kernel of its own has the CPU
-// draw so.
+// Some kernels (`randperm`) draw past the operators that random numbers go through. A rerun cannot
+// redirect them to another generator. A device without a kernel of its own has the CPU draw in this
+// way.
 bool Call::has_drawn_unseen() {
   if (cpu_at_.has_value()) return *cpu_at_ != position_of_default();
   if (!draw_) return false;
@@ -341,7 +341,8 @@ bool Call::has_drawn_unseen() {
   return position_of(generator) != position_;
 }
 
-// The operator is about to write to a source that a dropped value needs.
+// Copies the content of a source that a dropped value needs, before the operator writes to the
+// source.
 void Call::keep_old_content(Value& source) {
   Graph& graph = Graph::get();
   c10::Storage content;

@@ -154,8 +154,8 @@ void Graph::end(Value& value, Dead& dead) {
   if (was_kept_by_storage) disown(value, dead);
 }
 
-// The storage has died or got other data. A saved source is what its storage holds, as without a
-// budget.
+// The storage has died or has other data. A saved tensor of a source reads the present data, as
+// without a budget.
 void Graph::lose(Value& value, Dead& dead) {
   if (!value.is_source() || !value.held) return end(value, dead);
   supersede(value, *value.held.unsafeGetStorageImpl(), *value.runtime, dead);
@@ -216,8 +216,9 @@ void Graph::become_source(Value& value, Dead& dead) {
   bury(dead);
 }
 
-// Saves of a source are what its storage holds, as without a budget, also after a write past the
-// version counter. They leave the source, which keeps the old content for dropped values.
+// A saved tensor of a source reads the present data of its storage, as without a budget, even after
+// a write past the version counter. So the saved tensors leave the source, which keeps the old
+// content for dropped values.
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
   source.data = address_of_data(*copy.unsafeGetStorageImpl());

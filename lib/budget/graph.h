@@ -123,7 +123,7 @@ struct Value {
   void note_version(const at::Tensor& tensor);
   /// Returns whether the tensor's storage, for which the value is listed, still has the content.
   bool is_content_of(const at::Tensor& tensor);
-  /// Returns whether the version counter has moved since.
+  /// Returns whether the version counter has moved since `note_version`.
   bool has_changed() const { return counter.enabled() && counter.current_version() != version; }
 };
 
@@ -208,14 +208,14 @@ class Graph {
   uint64_t next_walk() { return ++num_walks_; }
   /// Returns the value of the storage's content; null if it is unknown.
   Value* value_at(c10::StorageImpl& storage, Dead& dead);
-  /// Does the same; makes a source if the value is unknown.
+  /// Returns the value of a tensor's storage; makes a source if the value is unknown.
   Value& value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead);
   /// Makes the value of a storage's new content. `record`: null for a source.
   Value& make(c10::StorageImpl& storage, Record* record, Runtime& runtime);
   /// Separates a storage from its value, because the content changes.
   void forget(c10::StorageImpl& storage, Dead& dead);
-  /// Does the same after a write whose result cannot be made again. Saved tensors get the new
-  /// content as a source.
+  /// Separates a storage from its value after a write whose result cannot be made again. Saved
+  /// tensors get the new content as a source.
   void forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& dead);
   /// Gives the saved tensors of a value to another one: see Note [Writes].
   void move_saves(Value& from, Value& to, Dead& dead);
@@ -249,11 +249,11 @@ class Graph {
   /// Releases the values of dead storages: see Note [Ends on accelerators].
   void look_for_ends(Dead& dead);
 
-  /// The counting allocator frees the data of a storage, whose address is only compared. Returns
-  /// true if dropped values need the data: then the graph has taken it over.
+  /// Called when the counting allocator frees the data of a storage; the address `storage` is only
+  /// compared. Returns true if dropped values need the data: the graph then owns it.
   bool data_freed(const void* storage, const void* data) noexcept;
 
-  /// The storage of the value has died, or has other data.
+  /// Separates a value from its storage, which has died or has other data.
   void lose(Value& value, Dead& dead);
 
  private:

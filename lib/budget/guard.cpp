@@ -69,8 +69,8 @@ bool data_freed(const void* storage, const void* data) noexcept {
   return budget::Graph::get().data_freed(storage, data);
 }
 
-// A forked process (a loader's worker) gets the graph in one piece: at the fork no other thread
-// changes it.
+// A forked process (a loader's worker) gets a consistent graph: no other thread changes it during
+// the fork.
 void lock_at_fork() { budget::Graph::get().mutex().lock(); }
 void unlock_after_fork() { budget::Graph::get().mutex().unlock(); }
 void unlock_in_child() {

@@ -4,7 +4,9 @@
 // Note [Writes past the schema]
 // The collectives of `c10d`, FSDP's copies and operators of other libraries may write to tensors
 // that their schemas call read-only. An operator of another library is trusted if it has the tag
-// `pt2_compliant_tag`, which promises a true schema. After others all arguments are sources.
+// `pt2_compliant_tag`, which promises a true schema. After a call of any other operator, all its
+// arguments count as sources.
+//
 // A batch norm in training writes to its running statistics: see Note [Statistics of a rerun].
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,21 +1,25 @@
 #pragma once
-// Copies of contents that wait elsewhere: in a file, or on the CPU.
+// Copies of contents that are stored elsewhere: in a file, or on the CPU.
 //
 // Note [Moving]
-// With `BudgetOptions::moving`, contents are copied away beside the work when the live bytes have
-// passed three quarters of the budget. After an operator, all sources are copied that only the
-// budget holds, because they cannot be made again. Other values are copied where the copy there and
-// back takes less time than making them again, until a quarter of the budget is copied: those that
-// backward reads last are first.
-// A content whose copy has ended is dropped like any other. Its way back costs the reading.
-// Where an allocation does not fit and nothing more can be dropped, the thread waits for copies
-// under way. On the CPU it also writes sources to the file, which takes no operator and no memory
-// of LibTorch.
+// With `BudgetOptions::moving`, contents are copied away while the program computes, once the live
+// bytes have passed three quarters of the budget. After each operator, the budget copies all
+// sources that it alone holds, because they cannot be made again. It copies another value if
+// copying out and back takes less time than making the value again, until a quarter of the budget
+// is copied. Values that backward reads last are copied first.
 //
-// A copy belongs to a value, and so to one version of a storage. It begins when only the budget
-// holds the storage, and it is given up when the content is handed out or ends before the copy has
-// ended. So no copy can mix two versions. The first three copies are of any value, to be timed.
-// After a copy that has failed (a full disk) the guard begins no more of them, and warns once.
+// A content whose copy is complete can be dropped like any other. Its cost is the time to read it
+// back.
+//
+// If an allocation does not fit and nothing more can be dropped, the thread waits for copies under
+// way. On the CPU it also writes sources to the file, which needs no operator and no memory of
+// LibTorch.
+//
+// A copy belongs to a value, and therefore to one version of a storage. The copy begins only while
+// the budget alone holds the storage. It is given up if the content is read or ends before the copy
+// is complete. So a copy cannot mix two versions. The first three copies are of any values, and are
+// timed. After a failed copy (a full disk, for example) the guard begins no more copies and warns
+// once.
 
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
@@ -34,10 +38,10 @@
 
 namespace remat::budget {
 
-/// The least time of copies in one direction. Threads: any.
+/// The shortest time of copies in one direction. Threads: any.
 class CopyTime {
  public:
-  /// Returns the time [seconds] for so many bytes; infinite if no copy was timed.
+  /// Returns the time [seconds] for `bytes`; infinite if no copy was timed.
   double of(int64_t bytes) const { return s_per_byte_ * static_cast<double>(bytes); }
   void note(double seconds, int64_t bytes);
   int64_t num_timed() const { return num_timed_; }
@@ -62,7 +66,7 @@ class Mover {
   void warn_if_stopped();
   /// Returns the time of a copy there and back [seconds]; infinite if no copy was timed.
   double seconds(int64_t bytes) const { return out_.of(bytes) + seconds_back(bytes); }
-  /// Returns the time of a copy back. Before the first one it is taken for that of a copy there.
+  /// Returns the time of a copy back; before the first copy back, that of a copy there.
   double seconds_back(int64_t bytes) const {
     return (back_.num_timed() > 0 ? back_ : out_).of(bytes);
   }
@@ -87,15 +91,15 @@ class Moved {
   ~Moved();
   Moved& operator=(Moved&&) = delete;
 
-  /// Begins the copy beside the work. On an accelerator the copy waits for the current stream. Call
-  /// without locks.
+  /// Begins the copy beside the program's work. On an accelerator the copy waits for the current
+  /// stream. Call without locks.
   void begin() noexcept;
   /// Waits for the end. On the CPU the copy is made here if no other thread has begun it, without
   /// operators and tensor memory.
   void wait() noexcept;
   /// Returns whether the copy has ended, well or not. Does not wait.
   bool is_over() const;
-  /// Returns whether `wait` waits for the end. `in_allocator`: without operators.
+  /// Returns whether `wait` can wait for the end. `in_allocator`: no operator may run.
   bool can_wait(bool in_allocator) const {
     return device_.is_cpu() || (is_begun_ && !(in_allocator && waits_by_operators_));
   }

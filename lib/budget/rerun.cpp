@@ -77,7 +77,7 @@ class RerunError final : public c10::Error {
                "operator, or do not change what it reads before the backward."));
 }
 
-/// Transforms around a backward (`is_grads_batched`, `torch.func.vmap`) are not forward's.
+/// Transforms around a backward (`is_grads_batched`, `torch.func.vmap`), which reruns exclude.
 constexpr c10::DispatchKeySet transform_keys({c10::DispatchKey::VmapMode,
                                               c10::DispatchKey::FuncTorchVmapMode,
                                               c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -86,7 +86,7 @@ constexpr c10::DispatchKeySet transform_keys({c10::DispatchKey::VmapMode,
 /// The runtime whose values this thread makes again; or null.
 thread_local const Runtime* rerun_of = nullptr;
 
-/// While alive, a device's generator has the state of forward.
+/// Gives a device's generator the state of forward for its lifetime.
 class FarDraws {
  public:
   FarDraws(const at::Generator& generator, const at::Tensor& state)
@@ -100,8 +100,8 @@ class FarDraws {
   const std::vector<GeneratorState> before_;
 };
 
-/// While alive, the streams of forward are current. They wait for the streams that were current,
-/// which afterwards wait for them.
+/// Makes the streams of forward current for its lifetime. They wait for the streams that were
+/// current before, and those wait for them at the end.
 class OnOwnStreams {
  public:
   explicit OnOwnStreams(c10::ArrayRef<c10::Stream> own) {
@@ -130,7 +130,7 @@ class Rerun {
  public:
   Rerun(Record& record, const Runtime& runtime, Dead& dead);
   void run();
-  /// The caller holds the lock.
+  /// Takes the results. The caller holds the lock.
   void end(Dead& dead);
   /// Returns the bytes of the contents made, and the device of the last one, after `end`.
   int64_t made_bytes() const { return made_bytes_; }
@@ -260,7 +260,7 @@ void Rerun::end(Dead& dead) {
   }
 }
 
-/// Makes the content of one value, and before it the contents that its record reads. Without
+/// Makes the content of one value, and first the contents that its record reads. A loop replaces
 /// recursion, since chains can be as long as a program.
 ///
 /// Note [What a rerun keeps meanwhile]
@@ -426,7 +426,8 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
     ++read.value->num_locks;
     step.locked.push_back(read.value);
   }
-  // Before the next call runs: an operator in place may steal a content with one lock only.
+  // Unlock before the next call runs: an in-place operator can steal only a content with a single
+  // lock.
   for (Value* const each : kept_) unlock(*each, dead);
   kept_.clear();
 }

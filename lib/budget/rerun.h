@@ -10,7 +10,7 @@ namespace remat::budget {
 /// Throws errors of the operators that run, and c10::Error if a source has changed.
 c10::Storage content_again(const Save& save, Runtime& runtime);
 
-/// Ends the reruns of threads that are not there, in a forked process.
+/// Ends, in a forked process, the reruns of threads that exist only in the parent.
 void end_reruns_of_others();
 
 /// Returns the runtime whose values this thread makes again now; or null.

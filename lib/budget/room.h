@@ -12,15 +12,15 @@ namespace remat::budget {
 
 /// Makes room in all budgets of the device before an allocation of `bytes`. `in_allocator`: an
 /// allocator has called, so that the thread cannot run operators. Throws BudgetExceeded.
-/// Defined in guard.cpp, since it asks for the scopes of the thread.
+/// Defined in guard.cpp, since it reads the scopes of the thread.
 void announce(c10::Device device, int64_t bytes, int64_t live_bytes, bool in_allocator);
 
-/// Stands around one operator call: see Note [Room on accelerators].
+/// Makes room before one operator call, and counts its bytes: see Note [Room on accelerators].
 class RoomForCall {
  public:
   /// `call`: hash of operator and shapes. Throws BudgetExceeded.
   RoomForCall(Runtime& runtime, uint64_t call);
-  /// The operator has returned.
+  /// Records the bytes that the call took. Call after the operator has returned.
   void end();
 
  private:

@@ -73,7 +73,7 @@ Runtime::~Runtime() {
   for (const c10::Device device : changed) recording::budget_changes(device);
 }
 
-// The caller holds the lock. Recorders are told after it, by `recording::budget_changes`.
+// The caller holds the lock. It informs recorders after it, by `recording::budget_changes`.
 bool Runtime::note_limit(c10::Device device) {
   int64_t least = recording::no_budget;
   visit_runtimes([&](const Runtime& each) { least = std::min(least, each.asked_bytes(device)); });

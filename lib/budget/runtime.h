@@ -89,7 +89,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
   /// Ends all records, since nothing is saved.
   void end_step(Dead& dead);
-  /// The outermost guard has ended.
+  /// Closes the runtime at the end of the outermost guard.
   void close(Dead& dead);
   /// Returns whether tensors are saved. Any thread, without the lock.
   bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
@@ -114,7 +114,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const c10::SmallVector<Bound*, 1>& far_bounds() const { return far_bounds_; }
   /// Returns whether calls on the stream are recorded: the first one that works on its device.
   bool is_own(const c10::Stream& stream);
-  /// Returns those streams.
+  /// Returns the streams whose calls are recorded, one for each device.
   const c10::SmallVector<c10::Stream, 1>& own_streams() const { return streams_; }
   /// Returns whether the cost of the call is still learned. Without the lock.
   static bool is_learning(uint64_t call);
@@ -134,7 +134,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     std::vector<Value*> shortlist{};
     std::size_t num_choices_left = 0;
     std::size_t num_added = 0;  // since `choose_moves` has walked the pool
-    int64_t bytes = 0;          // of values that the budget can drop, or thought so when they came
+    int64_t bytes = 0;          // of values that the budget can drop, or could when they came
   };
   static constexpr std::size_t num_pool_for_one = 64;
   Pool& pool_on(c10::Device device);

@@ -95,7 +95,7 @@ at::Tensor Saved::call_unpack_hook() {
   return tensor;
 }
 
-// The content of an accelerator was made on the budget's own stream.
+// Contents on an accelerator are made on the budget's own stream.
 void Saved::wait_before_use(const c10::Storage& content) const {
   if (content.device().is_cpu()) return;
   c10::SmallVector<c10::Stream, 1> streams;

@@ -26,7 +26,7 @@ class Saved final : public seam::OwnHooks {
   HeldInfo describe() const;
 
   const std::shared_ptr<Runtime> runtime_;
-  at::Tensor kept_;      // the alias, of a tensor without such a value
+  at::Tensor kept_;      // the alias, of a tensor without a value
   Geometry geometry_{};  // of a tensor with a value
   bool has_value_ = false;
   Save save_{};  // guarded by the graph's lock

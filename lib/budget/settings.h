@@ -9,7 +9,7 @@ namespace remat::budget {
 /// algorithms are on, as one number.
 uint32_t settings_now();
 
-/// Returns what differs between two such numbers: "the default dtype".
+/// Returns the name of a setting that differs between two such numbers: "the default dtype".
 const char* difference_of_settings(uint32_t a, uint32_t b);
 
 }  // namespace remat::budget

@@ -20,7 +20,7 @@ namespace remat::budget {
 
 namespace {
 
-// A caching allocator says by the deleter whose memory it is.
+// The deleter of a data pointer tells which allocator owns the memory.
 c10::DeleterFnPtr deleter_of(c10::DeviceType type) {
   static const c10::DeleterFnPtr deleter = c10::GetAllocator(type)->allocate(1).get_deleter();
   return deleter;

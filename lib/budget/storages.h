@@ -35,7 +35,7 @@ c10::Storage storage_of_data(at::DataPtr data, int64_t bytes);
 /// Returns the storage's bytes as a tensor. Call with the budget's dispatch mode off.
 at::Tensor bytes_in(const c10::Storage& storage);
 
-/// Returns a copy.
+/// Returns a copy of the storage.
 c10::Storage copy_of(const c10::Storage& storage);
 
 /// Returns a hash of the bytes of a storage on the CPU; never 0.

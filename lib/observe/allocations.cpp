@@ -1,4 +1,4 @@
-// RecordAllocationsGuard: what allocators tell becomes events of recordings.
+// RecordAllocationsGuard: reports of allocators become events of recordings.
 
 #include "remat/allocations.h"
 
@@ -16,8 +16,8 @@ namespace remat {
 
 namespace {
 
-// The allocator may hold its lock here, and other threads ask it for its statistics: what is taken
-// meanwhile is the recordings' own locks, under which nobody asks.
+// The allocator may hold its lock here, while other threads ask it for its statistics. This
+// function therefore takes only the locks of recordings, under which no thread asks an allocator.
 void tell_allocation(const seam::AllocationReport& report) noexcept try {
   if (report.device.is_cpu() || !is_recording() || Writing::is_here()) return;
   const Writing writing;
@@ -41,7 +41,7 @@ void tell_allocation(const seam::AllocationReport& report) noexcept try {
     own.time_ns = recording.time_of(std::chrono::steady_clock::now());
     recording.add(std::move(own), region == nullptr ? -1 : region->id);
   });
-} catch (...) {  // NOLINT(bugprone-empty-catch): no room for an event must not end an allocation
+} catch (...) {  // no room for an event must not end an allocation
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The events that budgets tell recorders: results dropped, moved or read back, calls that run
-// again, the limit.
+// The events of budgets for recorders: results dropped, moved or read back, calls that run again,
+// and the limit.
 
 #include <array>
 #include <memory>
@@ -15,7 +15,7 @@ namespace remat::recording {
 
 namespace {
 
-// The CPU, and the devices of the accelerator that there is.
+// The CPU, and the devices of the present accelerator.
 using Limits = std::array<std::atomic<int64_t>, 65>;
 Limits& limits() {
   static Limits* const all = [] {

@@ -28,23 +28,23 @@ namespace remat {
 namespace {
 
 // Note [A header in front of the data]
-// A counting allocator has to find an allocation's size again when it is freed. Keeping it in a
-// context object of the DataPtr is the obvious way and breaks two users of the allocator who need
-// the context to be the data pointer itself: oneDNN takes and returns its buffers by
-// `raw_allocate` / `raw_deallocate`, and copy-on-write storage asserts it. A table from pointer to
-// size needs a lock in every allocation. So the size stands in the 64 bytes before the data.
+// A counting allocator must find the size of an allocation again when it is freed. A context object
+// of the DataPtr is the obvious place. But two users of the allocator need the context to be the
+// data pointer itself: oneDNN takes and returns its buffers by `raw_allocate` / `raw_deallocate`,
+// and copy-on-write storage asserts it. A table from pointers to sizes would need a lock in every
+// allocation. So the size is in the 64 bytes before the data.
 //
-// `raw_deallocate` may also bring back memory from before this allocator was installed. The mark
-// in the header tells such memory apart. Looking for it in front of a foreign pointer is safe
-// because it is looked for within one page only: our data never starts in a page's first 64 bytes.
+// `raw_deallocate` may also receive memory from before this allocator was installed, which lacks
+// the mark in the header. Looking for the mark before a foreign pointer is safe because the search
+// stays within one page: counted data never starts in the first 64 bytes of a page.
 //
-// The mark is stored last with release and read first with acquire, so that the thread which
-// frees sees the header written by the thread that allocated, by no other synchronisation.
+// The mark is stored last with release and read first with acquire. So the thread that frees sees
+// the header that the allocating thread wrote, without other synchronization.
 struct Header {
   std::atomic<uint64_t> mark{0};  // first: is_counted() reads it before it knows of a Header
   int64_t bytes = 0;
   at::DataPtr previous;
-  const void* storage = nullptr;  // noted beside the data: note_storage_beside
+  const void* storage = nullptr;  // a note beside the data: note_storage_beside
 };
 
 constexpr size_t kHeaderBytes = 64;  // keeps the alignment of c10's CPU allocator
@@ -63,8 +63,8 @@ uint64_t mark_of(const void* data) {
   return reinterpret_cast<uintptr_t>(data) ^ 0x72656d61745f6d65;  // arbitrary
 }
 
-// A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory
-// to the thread sanitizer.
+// The bytes before a foreign pointer may be a red zone of the address sanitizer, or freed memory to
+// the thread sanitizer.
 REMAT_NO_SANITIZE bool is_counted(void* data) {
   if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) return false;
   if (!is_header_within_page(static_cast<char*>(data))) return false;
@@ -155,7 +155,7 @@ int64_t CountingAllocator::reserve(int64_t bytes) {
 }
 
 at::DataPtr CountingAllocator::allocate(size_t bytes) {
-  // Room for the header, and to move out of a page's first bytes.
+  // Room for the header, and to move the data out of a page's first bytes.
   constexpr size_t kExtraBytes = 2 * kHeaderBytes;
   if (bytes == 0 || bytes > std::numeric_limits<int64_t>::max() - kExtraBytes) {
     at::DataPtr nothing = previous_.allocate(bytes);  // null, or its own error
@@ -203,7 +203,7 @@ void CountingAllocator::release(void* data) {
 
 int64_t CountingAllocator::start_peak() {
   const int64_t last = peak_bytes_.exchange(live_bytes_.load());
-  raise_to(peak_bytes_, live_bytes_.load());  // what another thread took in between
+  raise_to(peak_bytes_, live_bytes_.load());  // bytes that another thread allocated in between
   return last;
 }
 

@@ -1,4 +1,4 @@
-// Bytes of an accelerator's tensors, by its allocator's statistics; a limit by holding the rest.
+// Bytes of an accelerator's tensors from its allocator's statistics; a limit that holds the rest.
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
@@ -21,11 +21,13 @@ namespace remat {
 namespace {
 
 // Note [A limit by holding the rest]
-// LibTorch has no limit that all accelerators share. An allocation of our own that leaves just the
-// room below the limit is one: the next allocation that does not fit gets the device's own error.
-// It is no tensor of the program's, so it is taken off what is counted. A tighter limit holds more
-// beside it: what other threads allocate meanwhile finds the limit there was. What is held cannot
-// shrink, so before a looser one there is none for a moment.
+// LibTorch has no limit that all accelerators share. The library's own allocation, which leaves
+// only the room below the limit, serves as one: the next allocation that does not fit gets the
+// device's own error. This held memory belongs to no tensor of the program, so counts exclude it.
+//
+// A tighter limit holds more memory in addition, so that allocations of other threads meanwhile
+// still find the old limit. Held memory cannot shrink, so before a looser limit there is no limit
+// for a moment.
 class DeviceMemory final : public MemorySource {
  public:
   explicit DeviceMemory(c10::Device device) : device_(device) {
@@ -79,10 +81,10 @@ class DeviceMemory final : public MemorySource {
   void release();
 
   const c10::Device device_;
-  mutable std::mutex mutex_;  // what is held is taken off what is alive
+  mutable std::mutex mutex_;  // counts exclude held memory, so both are read together
   std::vector<at::DataPtr> held_;
   int64_t num_held_ = 0;
-  int64_t num_own_failed_ = 0;  // while looking for a piece to hold
+  int64_t num_own_failed_ = 0;  // in the search for a piece to hold
 };
 
 void DeviceMemory::set_limit(int64_t bytes) {
@@ -98,10 +100,10 @@ void DeviceMemory::set_limit(int64_t bytes) {
     }
     hold(more);
   }
-  seam::reset_device_peak(device_);  // not what was held
+  seam::reset_device_peak(device_);  // without the held bytes
 }
 
-// Beside what is held.
+// Returns the bytes to hold in addition to those that are held.
 int64_t DeviceMemory::to_hold(int64_t limit) const {
   const std::optional<int64_t> free = seam::free_device_bytes(device_);
   if (!free)
@@ -121,12 +123,12 @@ void DeviceMemory::hold(int64_t bytes) {
   const auto own_failures = c10::make_scope_exit(
       [&] { num_own_failed_ += seam::device_bytes(device_).num_failed - before.num_failed; });
   const Writing writing;  // nor are they allocations of the program
-  // What is free need not be free in one piece, nor to the last byte.
+  // Free memory need not be in one piece, nor free to the last byte.
   for (int64_t wanted = bytes; wanted > 0; wanted -= std::max<int64_t>(bytes / 64, 1)) {
     try {
       held_.push_back(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted)));
       const seam::DeviceBytes now = seam::device_bytes(device_);
-      // What another thread has allocated meanwhile is not ours.
+      // Another thread's allocations meanwhile do not count as held.
       num_held_ += now.are_requested ? wanted : now.live - before.live;
       return;
     } catch (const c10::OutOfMemoryError&) {

@@ -18,7 +18,7 @@ namespace remat {
 
 namespace {
 
-/// [bytes] that were asked for in vain since a sample, by device; -1: nobody told.
+/// [bytes] of a refused allocation since the last sample, by device; -1: none was reported.
 std::array<std::atomic<int64_t>, 64>& refused() {
   static auto& all = *[] {
     auto* const none = new std::array<std::atomic<int64_t>, 64>;
@@ -31,15 +31,15 @@ std::atomic<int64_t>& refused_on(c10::Device device) {
   return refused()[static_cast<std::size_t>(std::clamp<int>(device.index(), 0, 63))];
 }
 
-/// What was last seen of a device in use.
+/// The last sample of a device in use.
 class SampledDevice {
  public:
   explicit SampledDevice(c10::Device device) : meter_(device), source_(device_memory(device)) {}
 
-  /// Tells all recordings what is alive, and what was since the last sample.
+  /// Tells all recordings the live bytes, and the peak since the last sample.
   void sample() {
     const std::lock_guard lock(mutex_);
-    // One question: an allocator's answer is long, and given under its lock.
+    // One question only: an allocator's answer is long, and given under its lock.
     const auto [live, peak, num_failed] = now_of(meter_);
     const c10::Device device = meter_.device();
     const int64_t asked = refused_on(device).exchange(-1);
@@ -63,7 +63,7 @@ class SampledDevice {
       }
     });
   }
-  /// A recorder begins: what was before is none of its business.
+  /// Begins a recording, which ignores everything before.
   void forget(Recording& recording) {
     const std::lock_guard lock(mutex_);
     meter_.reset_peak();
@@ -90,7 +90,7 @@ class SampledDevice {
   int64_t last_live_ = -1, num_failed_ = source_.num_failed();
 };
 
-/// Null: its allocator does not tell.
+/// Returns the sampled device; null if its allocator has no statistics.
 SampledDevice* sampled(c10::Device device) {
   static std::mutex mutex;
   static auto& all = *new std::unordered_map<c10::Device, SampledDevice*>;

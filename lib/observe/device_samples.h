@@ -1,16 +1,16 @@
 #pragma once
-// What is alive on an accelerator's devices: Note [Samples of a device].
+// Live bytes on the devices of an accelerator: see Note [Samples of a device].
 
 #include "lib/observe/recording.h"
 
 namespace remat {
 
-/// Tells the recordings that want it what is alive on the devices in use, and was since the last
-/// sample.
+/// Tells recordings that ask for memory the live bytes of the devices in use, and their peak since
+/// the last sample.
 void sample_devices();
-/// An allocation of so many bytes does not fit, says the device's allocator. Takes no lock.
+/// Notes the bytes of an allocation that the device's allocator refused. Takes no lock.
 void note_refused(c10::Device device, int64_t bytes);
-/// A recording begins: what was before is none of its business.
+/// Begins a recording, which ignores all samples before.
 void begin_samples(Recording& recording);
 
 }  // namespace remat

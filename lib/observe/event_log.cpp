@@ -18,8 +18,8 @@ namespace remat {
 
 namespace {
 
-/// What the log says of an event, by kind; of its region's number, a number, a text, a depth, the
-/// live bytes and the device.
+/// The log's lines, by kind of event. Their arguments: the region's number, a number, a text, a
+/// depth, the live bytes and the device.
 constexpr std::array<const char*, 22> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
@@ -59,7 +59,7 @@ std::string line_of(const Event& event) {
                      event.number, text, event.depth, event.bytes.live, event.device.str());
 }
 
-/// A slice of a thread's time, in Chrome's trace format; "" for events that are none.
+/// Returns a span of a thread's time in Chrome's trace format; "" for an event without a span.
 std::string slice_of(const Event& event) {
   const bool is_operator = event.kind == EventKind::Operator;
   const std::optional<Span> span = span_of(event);
@@ -90,10 +90,10 @@ std::string slice_of(const Event& event) {
       event.depth, span ? span->end : "returned");
 }
 
-/// In a trace each device is a process; the host is the first.
+/// Returns a device's process in a trace; the host is the first process.
 int process_of(c10::Device device) { return 2 + device.index(); }
 
-/// The same of a stream's time.
+/// Returns a span of a stream's time in Chrome's trace format.
 std::string slice_of(const DeviceBar& bar) {
   constexpr std::array<const char*, 4> categories{"forward", "recompute", "copy", "copy"};
   const bool is_recompute = bar.kind == DeviceBar::Kind::Recompute;
@@ -112,7 +112,8 @@ std::string name_of_process(c10::Device device) {
       process_of(device), json_string(device.str()));
 }
 
-/// A moment at which a budget drops or moves a result, or its limit as a counter; "" for others.
+/// Returns the moment at which a budget drops or moves a result, or its limit as a counter; "" for
+/// other events.
 std::string budget_entry_of(const Event& event) {
   const double us = static_cast<double>(event.time_ns) / 1e3;
   if (event.kind == EventKind::Eviction || event.kind == EventKind::MoveAway)
@@ -129,7 +130,7 @@ std::string budget_entry_of(const Event& event) {
       event.number == recording::no_budget ? 0 : event.number);
 }
 
-/// A moment of a thread; and what the allocator has given out then.
+/// Returns the moment of an allocation on its thread, and the allocator's bytes at that moment.
 std::string moment_of(const Event& event) {
   const std::string name = event.text == nullptr ? "" : name_shown(*event.text);
   return fmt::format(

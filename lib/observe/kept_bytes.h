@@ -1,5 +1,5 @@
 #pragma once
-// What recorded regions keep and have recomputed, by device: for the pictures, and for allocations
+// The kept and recomputed bytes of recorded regions, by device: for pictures, and for allocations
 // that fail.
 
 #include <c10/core/Device.h>
@@ -23,7 +23,7 @@ struct StorageImpl;
 
 namespace remat {
 
-/// [bytes] alive by kind; what is in none of the kinds is the rest of `live`.
+/// [bytes] alive by kind. The rest of `live` is of no kind.
 struct LiveKinds {
   int64_t live = 0, parameters = 0, inputs = 0, saved = 0, recomputed = 0;
 };
@@ -39,43 +39,43 @@ class RecomputedBytesByDevice final : public RecomputedBytes {
   std::vector<DeviceBytes> bytes_;
 };
 
-/// What one region keeps, from its begin until its graph is gone.
+/// The bytes that one region keeps, from its begin until its graph is gone.
 struct KeptOfRegion {
-  int64_t id = -1;  ///< of its frame
+  int64_t id = -1;  ///< of the region's frame
   std::shared_ptr<const std::string> name;
   std::vector<KeptStorage> inputs;
   std::vector<DeviceBytes> saved;
   std::shared_ptr<RecomputedBytesByDevice> recomputed = std::make_shared<RecomputedBytesByDevice>();
 };
 
-/// The process has one. Any thread.
+/// The kept bytes of all recorded regions of the process. Any thread.
 class KeptBytes {
  public:
   static KeptBytes& all();
 
-  /// `region` is known from here on: its inputs do not change any more.
+  /// Adds a region, whose inputs do not change from here on.
   void add(const KeptOfRegion& region);
   void remove(const KeptOfRegion& region);
-  /// What a policy kept of it.
+  /// Sets the bytes that a policy kept in the region.
   void set_saved(KeptOfRegion& region, std::vector<DeviceBytes> saved);
   void add_parameter(const KeptStorage& parameter);
   void forget_parameters();
   void add_recomputed(c10::Device device, int64_t bytes);
 
   LiveKinds now(c10::Device device, int64_t live) const;
-  /// What is alive, as regions hold it; what holds most first.
+  /// Describes a failed allocation: the live bytes by region name, the most bytes first.
   FailedAllocation failed(c10::Device device, int64_t asked, int64_t live) const;
 
  private:
   struct Sums {
     std::atomic<int64_t> parameters{0}, inputs{0}, saved{0}, recomputed{0};
   };
-  // The CPU, and the devices of the accelerator that there is.
+  // The CPU, and the devices of the present accelerator.
   static constexpr std::size_t num_places = 65;
   static std::size_t place_of(c10::Device device);
   Sums& sums(c10::Device device) { return sums_[place_of(device)]; }
 
-  mutable std::mutex mutex_;                                     // of what is no sum
+  mutable std::mutex mutex_;                                     // of all members but the sums
   std::map<int64_t, const KeptOfRegion*> regions_;               // in the order of their begins
   std::unordered_map<const c10::StorageImpl*, int64_t> owners_;  // each storage once
   std::unordered_map<const c10::StorageImpl*, DeviceBytes> parameters_;

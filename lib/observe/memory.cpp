@@ -18,8 +18,8 @@
 
 namespace remat {
 
-// What meters and guards of one device share. Leaked, like the source: tensors outlive static
-// objects.
+// The state that meters and guards of one device share. Leaked, like the source: tensors outlive
+// static objects.
 struct detail::MeteredDevice {
   MemorySource& source;
   std::mutex mutex{};  // of the members below
@@ -29,7 +29,7 @@ struct detail::MeteredDevice {
   int64_t applied_limit = MemorySource::no_limit;
 
   static MeteredDevice& of(c10::Device device) {
-    // The CPU without a lock: every event of a recorder asks it.
+    // The CPU needs no lock: every event of a recorder asks for it.
     static MeteredDevice& cpu = *new MeteredDevice{cpu_memory()};
     if (device.is_cpu()) return cpu;
     static std::mutex mutex;
@@ -42,8 +42,8 @@ struct detail::MeteredDevice {
   }
 
   // Note [Meters share one peak]
-  // Allocations raise one peak, which is cheap however many meters there are. Whenever a meter
-  // starts afresh, the shared peak is added to what every other meter has seen, then starts afresh.
+  // Allocations raise one peak, which is cheap with any number of meters. Whenever a meter starts
+  // afresh, every other meter adds the shared peak to its own, and the shared peak starts afresh.
   void start_peak() {
     const int64_t last = source.start_peak();
     for (auto& [meter, peak] : peaks) peak = std::max(peak, last);
@@ -51,7 +51,7 @@ struct detail::MeteredDevice {
 
   void apply_limit() {
     const int64_t smallest = limits.empty() ? MemorySource::no_limit : *limits.begin();
-    // Setting it anew would leave other threads without one for a moment.
+    // Setting the same limit anew would leave other threads without one for a moment.
     if (smallest == applied_limit) return;
     start_peak();  // setting a limit may start one
     source.set_limit(smallest);

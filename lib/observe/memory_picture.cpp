@@ -35,8 +35,8 @@ constexpr std::array<Kind, 5> kKinds{{{"parameters that regions use", "#9aa5b1"}
 constexpr std::size_t kOther = kKinds.size() - 1;
 using Stack = std::array<int64_t, kKinds.size()>;
 
-/// [bytes] of each kind. What is not seen exactly (a parameter's bytes, say) never makes a stack
-/// higher than what is alive: the upper kinds have what is theirs first.
+/// Returns the bytes of each kind. Upper kinds get their bytes first, so that inexact ones (a
+/// parameter's bytes, for example) never make a stack higher than the live bytes.
 Stack stack_of(const LiveKinds& b) {
   Stack stack{b.parameters, b.inputs, b.saved, b.recomputed, 0};
   int64_t rest = std::max<int64_t>(b.live, 0);
@@ -84,7 +84,7 @@ Bar bar_of(const DeviceBar& bar) {
 }
 
 /// Adds the operators that run again under a budget, and the results that it drops, in rows of
-/// their own. Those within one unit of the picture are one bar.
+/// their own. Bars within one unit of the picture are joined.
 void add_budget_bars(const std::vector<Event>& events, double last_ms, std::vector<Bar>& bars) {
   constexpr int64_t lanes_below = 1'000'000;  // threads have fewer
   struct Joined {
@@ -135,7 +135,7 @@ std::vector<Bar> bars_of(const Timeline& timeline, double last_ms) {
                                 span->is_recompute ? "recompute" : "forward", to - from, end),
                     0, event.thread});
   }
-  // Rows: what lies inside another bar of its thread or stream goes below it.
+  // Rows: a bar inside another bar of its thread or stream goes below it.
   std::sort(bars.begin(), bars.end(), [](const Bar& a, const Bar& b) {
     return std::tuple(a.lane, a.from_ms, -a.to_ms) < std::tuple(b.lane, b.from_ms, -b.to_ms);
   });
@@ -149,8 +149,8 @@ std::vector<Bar> bars_of(const Timeline& timeline, double last_ms) {
   return bars;
 }
 
-/// What the allocator has given out, in its sizes, from one report to the next. In between, and
-/// behind what a thread of which it does not tell has done, the line is where it was last.
+/// Returns the line of the allocator's bytes, in its sizes, from one report to the next. Between
+/// reports, and after allocations of threads without reports, the line keeps its last height.
 template <class Place>
 std::string line_of_allocations(const std::vector<Event>& events, const Place& place_of) {
   std::string points;
@@ -158,7 +158,7 @@ std::string line_of_allocations(const std::vector<Event>& events, const Place& p
   for (const Event& event : events) {
     if (event.kind != EventKind::Allocation) continue;
     const auto [x, y] = place_of(event);
-    // Of those within half a unit only the lowest, the highest and the last can be seen.
+    // Within half a unit, only the lowest, the highest and the last point are visible.
     if (points.empty() || x - column >= 0.5) {
       if (!points.empty()) points += fmt::format("{:.1f},{:.1f} ", x, level);
       column = x;
@@ -178,7 +178,7 @@ std::string line_of_allocations(const std::vector<Event>& events, const Place& p
       points, kRight, kTop - 6);
 }
 
-/// A time in which the limit of the live bytes was the same.
+/// A time with one limit of the live bytes.
 struct Limit {
   double from_ms, to_ms;
   int64_t bytes;
@@ -230,7 +230,7 @@ double last_ms_of(const std::vector<Timeline>& timelines) {
 
 Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_drawing) {
   const std::vector<Event>& events = timeline.events;
-  // What is there all the time and none of the regions' would only press the rest flat.
+  // Bytes that are alive all the time, and are no region's, would only press the rest flat.
   int64_t peak = 1, lasting = std::numeric_limits<int64_t>::max();
   for (const Event& event : events) {
     if (!has_bytes(event)) continue;
@@ -241,13 +241,13 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
   int64_t top = std::max<int64_t>(peak - lasting, 1);
   for (const Event& event : events)
     if (event.kind == EventKind::Allocation) top = std::max(top, event.bytes.live - lasting);
-  // A budget far above all that is alive would press the rest flat, too.
+  // A budget far above all live bytes would press the rest flat, too.
   const std::vector<Limit> limits = limits_of(events, last_ms);
   const int64_t highest_limit = lasting + 2 * (peak - lasting);
   for (const Limit& each : limits)
     if (each.bytes <= highest_limit) top = std::max(top, each.bytes - lasting);
   const std::vector<Bar> bars = bars_of(timeline, last_ms);
-  // A row per thread, or stream, and depth.
+  // One row for each depth of a thread or stream.
   std::map<std::pair<int64_t, int64_t>, int64_t> rows;
   for (const Bar& bar : bars) rows.try_emplace({bar.lane, bar.depth}, 0);
   int64_t num_rows = 0;
@@ -296,7 +296,7 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
     svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:g} ms</text>\n", x(ms),
                        kBottom + 18, ms);
 
-  // Each column shows the moment in it with the most bytes, or the last one before it.
+  // Each column shows its moment with the most bytes, or the last moment before it.
   std::vector<LiveKinds> columns(kColumns);
   std::vector<bool> is_set(kColumns, false);
   std::vector<LiveKinds> last_of(kColumns);
@@ -393,7 +393,7 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
         "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" stroke=\"white\" "
         "stroke-width=\"0.4\"><title>{}</title></rect>\n",
         from, row_top, width, kBarHeight, bar.color, xml_text(bar.title));
-    // Where it fits; the pointer goes through it to the bar.
+    // A name is drawn if it fits; the pointer reaches the bar through it.
     if (width > 14 + kLetterWidth * static_cast<double>(bar.name.size()))
       svg += fmt::format(
           "<text x=\"{:.2f}\" y=\"{:.1f}\" font-size=\"11\" fill=\"white\" "

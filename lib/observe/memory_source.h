@@ -1,5 +1,5 @@
 #pragma once
-// What counts the bytes of one device's tensors, and limits them.
+// The bytes of one device's tensors: their counts and their limit.
 
 #include <c10/core/Device.h>
 
@@ -11,7 +11,7 @@ namespace remat {
 
 class MemoryMeter;
 
-/// All that a source knows of one moment.
+/// All counts of a source at one moment.
 struct MemoryNow {
   int64_t live_bytes = 0, peak_bytes = 0, num_failed = 0;
 };
@@ -23,18 +23,19 @@ class MemorySource {
   static constexpr int64_t no_limit = std::numeric_limits<int64_t>::max();
 
   virtual int64_t live_bytes() const = 0;
-  /// Returns the most `live_bytes()` since its last call, and starts anew at what is alive now.
+  /// Returns the peak of `live_bytes()` since its last call, and starts a new one at the live
+  /// bytes.
   virtual int64_t start_peak() = 0;
   virtual int64_t peak_bytes() const = 0;
-  /// Whether bytes are those asked for; if not, they are as the allocator rounds them.
+  /// Returns whether bytes are those requested, not those that the allocator rounds them to.
   virtual bool is_exact() const = 0;
-  /// Counts the allocations that did not fit so far, but for the limit's own.
+  /// Returns the number of allocations that did not fit so far, without those of the limit itself.
   virtual int64_t num_failed() const = 0;
-  /// The same three at the price of one.
+  /// Returns live bytes, peak and failures at the price of one of them.
   virtual MemoryNow now() const = 0;
-  /// [bytes] that allocations could take now; nothing if that is not known.
+  /// Returns the bytes that allocations could take now; nothing if they are unknown.
   virtual std::optional<int64_t> free_bytes() = 0;
-  /// Refuses allocations that would take `live_bytes()` above `bytes`. May start the peak anew.
+  /// Refuses allocations that would raise `live_bytes()` above `bytes`. May start a new peak.
   virtual void set_limit(int64_t bytes) = 0;
 
  protected:
@@ -43,13 +44,13 @@ class MemorySource {
 
 /// Returns the device with its index; without one, the current device of its type.
 c10::Device with_index(c10::Device device);
-/// Installs the counting allocator when it is first called.
+/// Returns the CPU's memory. The first call installs the counting allocator.
 MemorySource& cpu_memory();
-/// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError`
-/// (Unsupported) if its allocator does not tell.
+/// Returns the memory of an accelerator's device, which has an index. Uses the device. Throws
+/// `CheckpointError` (Unsupported) if its allocator has no statistics.
 MemorySource& device_memory(c10::Device device);
 
-/// All that a meter's source knows now, with the meter's own peak.
+/// Returns all counts of the meter's source, with the meter's own peak.
 MemoryNow now_of(const MemoryMeter& meter);
 
 }  // namespace remat

@@ -14,7 +14,7 @@ namespace {
 
 constexpr auto with_times = c10::EventFlag::BACKEND_DEFAULT;
 
-/// A backend that once refused an event or a time is not asked again.
+/// False once a backend has refused an event or a time; it is not asked again.
 std::atomic<bool> has_times{true};
 
 template <class Use>

@@ -1,4 +1,4 @@
-// Recorder, and what it is told by regions, allocators and copies.
+// Recorder, and the functions by which regions, allocators and copies report to it.
 
 #include "lib/observe/recording.h"
 
@@ -28,14 +28,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// A meter per process, made by the first recorder that samples memory.
+/// Returns the process's meter, made by the first recorder that samples memory.
 const MemoryMeter& meter() {
   static auto* const only = new MemoryMeter;
   return *only;
 }
 
-/// Gives an event of a region, or of none, to all recordings that want it. `begin`: of what it
-/// ends.
+/// Adds an event, with or without a region, to all recordings that want it. `begin`: the begin of
+/// the span that the event ends.
 void write(Event event, const RegionInfo* region = nullptr, Clock::time_point begin = {}) {
   if (region != nullptr) {
     event.depth = region->depth;
@@ -56,7 +56,7 @@ void write(Event event, const RegionInfo* region = nullptr, Clock::time_point be
   });
 }
 
-/// `change` gets the sums of the region's name.
+/// Calls `change` with the sums of the region's name in each recording.
 template <class Change>
 void sum(const std::string& name, const Change& change) {
   recordings().visit([&](Recording& recording) { recording.sum(name, change); });
@@ -85,7 +85,7 @@ std::unique_ptr<at::ObserverContext> sampled_operator_begins(const at::RecordFun
 }
 void sampled_operator_ends(const at::RecordFunction&, at::ObserverContext*) { sample_devices(); }
 
-/// Gives work that has ended to all recordings that want it.
+/// Adds work on a device to all recordings that want it.
 void write(const std::shared_ptr<const QueuedWork>& work, const DeviceBar& bar, int64_t frame_id) {
   const Writing writing;
   recordings().visit([&](Recording& recording) {
@@ -93,7 +93,7 @@ void write(const std::shared_ptr<const QueuedWork>& work, const DeviceBar& bar, 
   });
 }
 
-/// A region's work begins on the current streams of these devices.
+/// Begins the timing of a region's work on the current streams of these devices.
 std::vector<std::shared_ptr<QueuedWork>> work_on(const std::vector<c10::Device>& devices) {
   std::vector<std::shared_ptr<QueuedWork>> all;
   if (devices.empty() || !any_wants(&RecorderOptions::device_time)) return all;
@@ -104,7 +104,7 @@ std::vector<std::shared_ptr<QueuedWork>> work_on(const std::vector<c10::Device>&
   return all;
 }
 
-/// As the log says it: kept, moved, recomputed.
+/// Returns the log's verb of an outcome: keeps, moves, recomputes.
 std::string_view verb_of(std::string_view outcome) {
   return outcome == "kept" ? "keeps" : outcome == "moved" ? "moves" : "recomputes";
 }
@@ -245,14 +245,14 @@ class RecordedRegion final : public RecordedFrame {
     kept_.id = info.id;
     kept_.name = std::make_shared<const std::string>(info.name());
     int64_t bytes = 0;
-    // What the region may work on: where its inputs are, and where the thread works.
+    // The region may work where its inputs are, and on the devices where the thread works.
     std::vector<c10::Device> devices;
     const auto add_device = [&](c10::Device device) {
       if (device.type() == present_accelerator() &&
           std::find(devices.begin(), devices.end(), device) == devices.end())
         devices.push_back(device);
     };
-    // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
+    // Below other hooks, these own the inputs: slots of the region around, or the user's (Rule 2).
     const bool keeps_inputs = detail::innermost(detail::Ability::Hooks) == nullptr;
     inputs.visit([&](const c10::StorageImpl& storage) {
       add_device(storage.device());

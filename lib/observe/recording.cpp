@@ -62,7 +62,7 @@ void Recording::add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64
     const std::lock_guard<std::mutex> lock(mutex_);
     bar.region = number_of(frame_id);
     pending_.push_back({std::move(work), std::move(bar)});
-    constexpr std::size_t many = 1024;  // events of devices are not to be had without end
+    constexpr std::size_t many = 1024;  // devices do not have events without end
     are_many = pending_.size() % many == 0;
   }
   if (are_many) collect(/*waits=*/false);
@@ -93,7 +93,7 @@ void Recording::set_clocks(bool waits) {
   }
 }
 
-// With the lock.
+// The caller holds the lock.
 void Recording::finish(const Pending& pending) {
   const auto clock = clocks_.find(pending.bar.stream.device());
   if (clock == clocks_.end()) return;
@@ -122,7 +122,7 @@ void Recording::finish(const Pending& pending) {
       break;
     case DeviceBar::Kind::CopyWait:
       device.waited_s += seconds;
-      return;  // the copy has a bar, and so has what waits
+      return;  // the copy has a bar, and so has the work that waits
   }
   bars_.push_back(std::move(bar));
   if (static_cast<int64_t>(bars_.size()) <= options_.max_events) return;

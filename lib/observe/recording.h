@@ -1,19 +1,22 @@
 #pragma once
-// The notes of recorders on regions and budgets: an event a moment, and sums by name.
+// The records of regions and budgets: one event for each moment, and sums by name.
 //
 // Note [Recording]
 // Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of
-// line. A frame notes at its begin whether it is recorded; one that began before any recorder stays
-// unrecorded, so that sums hold whole regions only. Events go to every recording that is alive.
+// line. A frame notes at its begin whether it is recorded. A frame that began before any recorder
+// stays unrecorded, so that sums hold whole regions only. Events go to every recording that is
+// alive.
 //
 // Note [Samples of a device]
-// An accelerator's allocator tells each allocation to whoever took the place of LibTorch's profiler
-// on the thread, in rounded sizes. A recorder would shut the profiler out, and be told nothing on
-// threads that were not given its state: so that is a guard's work, for who wants it
-// (remat/allocations.h). By itself a recorder asks the allocator's statistics, at every event of a
-// region and after every operator on any thread: bytes as asked for, and what was alive at most in
-// between. They also count the allocations that did not fit, and the operator that asked ends
-// before anything that regions hold is let go.
+// An accelerator's allocator reports each allocation, in rounded sizes, to the object that has
+// replaced LibTorch's profiler on the thread. A recorder in that place would exclude the profiler,
+// and would miss threads that did not get its state. So only a guard takes it, on request
+// (remat/allocations.h).
+//
+// A recorder itself reads the allocator's statistics, at every event of a region and after every
+// operator on any thread. They have the requested bytes, and the peak since the last sample. They
+// also count allocations that did not fit. The operator that made such an allocation ends before
+// regions release anything.
 
 #include <c10/util/FunctionRef.h>
 
@@ -68,12 +71,12 @@ enum class EventKind : uint8_t {
 };
 
 struct Event;
-/// How a run of a region went that ends with an event.
+/// The end of a region's run, by the event that ends it.
 struct Span {
   bool is_recompute = false;
   std::string_view end;  ///< "returned", "stopped early", "threw"
 };
-/// Nothing for an event that ends none.
+/// Returns the run that an event ends; nothing if it ends none.
 std::optional<Span> span_of(const Event& event);
 
 struct Event {
@@ -82,9 +85,9 @@ struct Event {
   int32_t depth = 0;
   int32_t thread = 0;    ///< from 1, in order of appearance
   int64_t region = 0;    ///< from 1, in order of appearance; 0: none
-  int64_t number = 0;    ///< of a slot; or [bytes], less than 0 for those freed; or a limit
+  int64_t number = 0;    ///< of a slot; or bytes, negative for freed ones; or a limit
   int64_t time_ns = 0;   ///< since the recording began
-  int64_t begin_ns = 0;  ///< of what ends here
+  int64_t begin_ns = 0;  ///< begin of the span that ends here
   std::shared_ptr<const std::string>
       text{};  ///< a region's name, an operator's, a tensor's metadata
   LiveKinds bytes{};
@@ -107,16 +110,16 @@ class Recording {
 
   const RecorderOptions& options() const { return options_; }
   void add(Event event, int64_t frame_id);
-  /// Work on a device that has ended, or will.
+  /// Adds work on a device that has ended, or will end.
   void add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64_t frame_id);
   void add(FailedAllocation failed);
-  /// `change` gets the sums of files.
+  /// Calls `change` with the sums of files.
   template <class Change>
   void sum_files(Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
     change(files_);
   }
-  /// `change` gets the sums of what plans moved under a name.
+  /// Calls `change` with the sums of the moves of plans under a name.
   template <class Change>
   void sum_moves(const std::string& name, Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -124,7 +127,7 @@ class Recording {
       if (each.name == name) return change(each);
     change(moves_.emplace_back(MoveReport{.name = name}));
   }
-  /// `change` gets the sums of an operator under budgets.
+  /// Calls `change` with the sums of an operator under budgets.
   template <class Change>
   void sum_evictions(std::string_view op, Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -132,11 +135,11 @@ class Recording {
       if (each.op == op) return change(each);
     change(evictions_.emplace_back(EvictionReport{.op = std::string(op)}));
   }
-  /// A device is in use.
+  /// Notes that a device is in use.
   void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
   /// Sets the host's clock by those of the devices in use, if they are not set yet.
   void set_clocks(bool waits);
-  /// `change` gets the sums of the region's name.
+  /// Calls `change` with the sums of the region's name.
   template <class Change>
   void sum(const std::string& name, Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -146,11 +149,11 @@ class Recording {
   Report report();
   std::vector<Event> events() const;
   std::vector<DeviceBar> bars();
-  /// [ns] from the recording's begin.
+  /// Returns the time [ns] from the recording's begin.
   int64_t time_of(std::chrono::steady_clock::time_point time) const;
   /// LibTorch's handle of the callback for operators, if they are recorded.
   std::optional<uint64_t> operators{};
-  /// The same of the one that samples devices.
+  /// LibTorch's handle of the callback that samples devices, if there is one.
   std::optional<uint64_t> samples{};
 
  private:
@@ -189,31 +192,31 @@ namespace recording {
 
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
-/// An allocation of `asked` bytes on the CPU did not fit beside those alive.
+/// Notes that an allocation of `asked` bytes on the CPU did not fit beside the live bytes.
 void allocation_fails(int64_t asked, int64_t live);
 
 /// A result that a budget dropped.
 struct Eviction {
-  std::string_view op;    ///< lives for good
+  std::string_view op;    ///< lives for the whole process
   c10::Device device;     ///< of the result
   int64_t bytes = 0;      ///< [bytes] of the result
   int64_t live = 0;       ///< [bytes] alive without it on the device
   bool is_moved = false;  ///< a copy elsewhere has the content
 };
-/// Budgets dropped or moved these results. The caller holds no lock.
+/// Notes results that budgets dropped or moved. The caller holds no lock.
 void budget_drops(const std::vector<Eviction>& evictions);
-/// A call of an operator ran again for a budget, from `begin` until now. `bytes`: of its results
-/// that were made again, on `device`. The caller holds no lock.
+/// Notes an operator call that ran again for a budget, from `begin` until now. `bytes`: the remade
+/// results that were made again, on `device`. The caller holds no lock.
 void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
                    std::chrono::steady_clock::time_point begin);
-/// A budget read a moved content back, on `device`. The caller holds no lock.
+/// Notes that a budget read a moved content back, on `device`. The caller holds no lock.
 void budget_reads_back(c10::Device device, int64_t bytes);
 inline constexpr int64_t no_budget = std::numeric_limits<int64_t>::max();
 /// [bytes] The least limit of the device's live bytes among all budgets; `no_budget` without one.
 std::atomic<int64_t>& budget_limit(c10::Device device);
-/// That limit has changed. The caller holds no lock.
+/// Notes that this limit has changed. The caller holds no lock.
 void budget_changes(c10::Device device);
-/// Gives the recording the limits that there are.
+/// Adds the present limits to the recording.
 void add_budgets(Recording& recording);
 
 }  // namespace recording

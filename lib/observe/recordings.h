@@ -46,10 +46,11 @@ class Recordings {
 };
 
 Recordings& recordings();
-/// Whether a recording that is alive asked for it.
+/// Returns whether a recording that is alive has the option.
 bool any_wants(bool RecorderOptions::* wish);
 
-/// While alive this thread writes an event, whose own allocations and operators are none.
+/// Marks this thread as a writer of events for its lifetime: its own allocations and operators are
+/// not recorded.
 class Writing {
  public:
   Writing() : before_(std::exchange(is_writing_, true)) {}

@@ -18,7 +18,7 @@ Counters counters() {
   const auto now = [](const std::atomic<int64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  // First: none is alive before it began.
+  // Read first, so that no ended frame is counted before its begin.
   const int64_t frames_ended = now(live_counters.frames_ended);
   const int64_t frames_created = now(live_counters.frames_created);
   return {.frames_created = frames_created,
@@ -221,7 +221,7 @@ std::vector<std::string> notes_of(const Report& report) {
 
 namespace {
 
-/// In columns, the first one to the left.
+/// Returns the table in columns, the first one to the left.
 std::string text_of(const ReportTable& table) {
   std::vector<std::size_t> widths;
   for (const std::string& name : table.head) widths.push_back(name.size());

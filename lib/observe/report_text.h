@@ -1,6 +1,5 @@
 #pragma once
-// Words, numbers and pictures of reports, for the table, the page and the trace alike; and their
-// files.
+// Words, numbers and pictures of reports, shared by table, page and trace, and their files.
 
 #include <cstdint>
 #include <filesystem>
@@ -19,14 +18,15 @@ std::string xml_text(std::string_view text);
 /// Writes bytes as "12.3 MB": a power of ten, three digits or more.
 std::string readable_bytes(int64_t bytes);
 std::string name_shown(const std::string& name);
-/// As a bar is called: the region, or the way of the copy.
+/// Returns the name of a bar: the region, or the direction of the copy.
 std::string name_of(const DeviceBar& bar);
-/// As work on a file is called; null for an event of another kind.
+/// Returns the name of work on a file; null for an event of another kind.
 const char* file_work_of(const Event& event);
-/// Whether an event says how many bytes are alive.
+/// Returns whether an event has the number of live bytes. Allocations have rounded ones, and memory
+/// events the exact ones beside them.
 inline bool has_bytes(const Event& event) {
   return event.kind != EventKind::Operator && event.kind != EventKind::Decision &&
-         event.kind < EventKind::Allocation;  // which has rounded ones; memory events tell the rest
+         event.kind < EventKind::Allocation;
 }
 
 struct ReportTable {
@@ -34,21 +34,21 @@ struct ReportTable {
   std::vector<std::string> head;
   std::vector<std::vector<std::string>> rows;
 };
-/// Returns those that have rows: of regions, of those that offloaded, of plans that moved, and of
-/// operators under budgets.
+/// Returns the tables that have rows: of regions, of regions that offloaded, of plans that moved,
+/// and of operators under budgets.
 std::vector<ReportTable> tables_of(const Report& report);
 
-/// What the table has no room for, a line each: what policies decided, devices, and what was alive
-/// when allocations failed.
+/// Returns lines beside the table: decisions of policies, devices, and live bytes when allocations
+/// failed.
 std::vector<std::string> notes_of(const Report& report);
 
-/// What happened on one device: the CPU has no bars.
+/// The events of one device. The CPU has no bars.
 struct Timeline {
   c10::Device device;
   std::vector<Event> events;    ///< with bytes of the device
   std::vector<DeviceBar> bars;  ///< of its streams
 };
-/// One for the CPU and one for each device that was seen.
+/// Returns a timeline for the CPU and one for each device that was used.
 std::vector<Timeline> timelines_of(Recording& recording);
 
 inline constexpr double drawing_width = 1080;
@@ -60,7 +60,7 @@ struct Drawing {
 /// `last_ms`: where time ends. `top`: where the drawing begins in a drawing around it. Bars and
 /// columns have titles, which browsers show under the pointer.
 Drawing memory_picture(const Timeline& timeline, double last_ms, double top = 0);
-/// When the last thing in any of them ends.
+/// Returns the end of the last event or bar [ms].
 double last_ms_of(const std::vector<Timeline>& timelines);
 
 /// Writes the whole text, or throws an error that names the file.

@@ -1,4 +1,4 @@
-// saved_tensors(): what a graph holds, before any backward.
+// saved_tensors(): the tensors that a graph holds, before any backward.
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/function.h>
@@ -15,7 +15,7 @@ namespace remat {
 
 namespace {
 
-/// In the order in which backward would run them.
+/// Returns the nodes in the order in which backward would run them.
 std::vector<seam::NodePtr> nodes_below(const at::Tensor& root) {
   std::vector<seam::NodePtr> nodes;
   if (!root.defined()) return nodes;

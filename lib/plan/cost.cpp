@@ -18,7 +18,7 @@ void check_move(const char* name, double number) {
                     " must be finite and at least 0, got ", number, ".");
 }
 
-/// Adds bytes of which a negative number makes no sense.
+/// Sums bytes, and refuses negative numbers and overflow.
 class Bytes {
  public:
   void add(const char* name, int64_t bytes, std::size_t stage) {

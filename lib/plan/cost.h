@@ -1,5 +1,5 @@
 #pragma once
-// What is asked of every chain and plan before anything is computed with them.
+// Checks of chains and plans, and computations that the solver and the simulator share.
 
 #include <cstdint>
 #include <vector>
@@ -8,35 +8,37 @@
 
 namespace remat {
 
-/// Throws `c10::ValueError` for costs or options that are out of range. Afterwards sums of bytes
-/// cannot overflow: everything the chain could ever hold adds up to an int64_t.
+/// Throws `c10::ValueError` for costs or options that are out of range. After it, sums of bytes
+/// cannot overflow: everything that the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options);
 
 // Note [Who holds an input]
-// When a stage runs backward its input may be held by the stage before it, which saves its output,
-// and by the program's caller: until that backward has ended, and longer. A region outside of other
-// regions holds its input until the last one of its slots is gone, which is in the backward of its
-// first stage, whether that saves its input or not. One inside gets it from a slot of the region
-// around, and hands it on. What nobody else holds lives as long as it is saved: it goes away when
-// the stage has run forward, or in the middle of its backward.
+// The holder of a stage's input during the stage's backward is one of three.
+// * Others: the stage before, which saves its output, or the program's caller. They hold the input
+//   until that backward has ended, and longer.
+// * Region: an outermost region that begins with the stage. It holds the input until its last slot
+//   is gone, which is in the backward of its first stage, whether or not that stage saves its
+//   input. A nested region gets its input from a slot of the region around and passes it on.
+// * Nobody: autograd alone. The input lives as long as it is saved: it is freed when the stage has
+//   run forward, or in the middle of the stage's backward.
 
-/// Who holds the input of a stage in its backward, besides what autograd keeps of the stage.
-/// See Note [Who holds an input].
+/// The holder of a stage's input in its backward, besides the tensors that autograd saves of the
+/// stage. See Note [Who holds an input].
 enum class InputHolder : uint8_t { Others, Region, Nobody };
 
-/// All that there is at the peak of the backward of stage k, with what is there at its beginning
-/// and end; with the input, but for one that others hold.
+/// Returns the bytes alive at the peak of the backward of stage k, no fewer than at its beginning
+/// and end. The input counts unless others hold it.
 int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
 
-/// Whether anything of it waits elsewhere.
+/// Returns whether the plan moves any item.
 bool moves_anything(const Plan& plan);
 
-/// [seconds] at most, of copying all that the stage saves, and back.
+/// Returns the most [seconds] that copies of all saved tensors of the stage take, out and back.
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage);
 
-/// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.
+/// A stage, or (negative) a region, by its place in Plan::regions(), from 1.
 using PlanItem = int64_t;
-/// What stands in each region, in order; 0 is the program around them.
+/// Returns the items of each region, in order; index 0 is the program around all regions.
 std::vector<std::vector<PlanItem>> items_of(const Plan& plan);
 
 }  // namespace remat

@@ -24,7 +24,7 @@ namespace remat {
 
 namespace {
 
-/// What was found for one kind of input.
+/// The costs, the frontier and the plan for one kind of input.
 struct Fit {
   ChainCost cost;
   bool was_measured;
@@ -55,10 +55,10 @@ struct Fitted::Impl {
   std::vector<Stage> stages;
   int64_t budget_bytes = 0;
   FitOptions options;
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards the members below
   std::condition_variable changed;
-  std::map<std::string, Fit> fits;  // by what they were measured with; none is ever removed
-  std::set<std::string> planning;   // the same of those that are being measured
+  std::map<std::string, Fit> fits;  // by the text of `measured_with`; never removed
+  std::set<std::string> planning;   // keys of `fits` that are being measured
   std::thread::id planner{};        // the thread that measures
   const Fit* last = nullptr;
 
@@ -67,7 +67,8 @@ struct Fitted::Impl {
             .early_stop = options.checkpoint.early_stop,
             .frame_cost_s = options.frame_cost_s};
   }
-  /// Holds no lock while stages run: they may call the chain themselves.
+  /// Returns the fit for the kind of the sample, which is measured if it is new. Holds no lock
+  /// while stages run: they may call the chain themselves.
   const Fit& fit_for(const at::Tensor& sample);
   at::Tensor run_planned(const Plan& plan, at::Tensor input) const {
     return run(plan, stages, std::move(input), options.checkpoint,
@@ -126,13 +127,13 @@ Fit Fitted::Impl::find(const at::Tensor& sample, const std::string& with) const 
 }
 
 void Fitted::Impl::verify(Fit& fit, const at::Tensor& sample) const {
-  int64_t unknown_bytes = 0;  // to the costs
+  int64_t unknown_bytes = 0;  // bytes that the costs do not show
   for (;;) {
     const Stage planned = [&](at::Tensor x) { return run_planned(fit.plan, std::move(x)); };
     fit.measured_peak = measure_peak(planned, sample, options.measure);
     if (*fit.measured_peak <= budget_bytes) return;
     const int64_t expected = simulate(fit.cost, fit.plan, solve_options()).peak_bytes;
-    // The next plan is a smaller one.
+    // The next plan must be smaller.
     unknown_bytes = std::max(unknown_bytes + 1, *fit.measured_peak - expected);
     try {
       fit.plan = fit.frontier.plan(std::max<int64_t>(0, budget_bytes - unknown_bytes));
@@ -161,7 +162,7 @@ int64_t Fitted::budget_bytes() const { return impl_->budget_bytes; }
 
 namespace {
 
-/// A copy of what `read` reads of the last fit.
+/// Returns a copy of the part of the last fit that `read` selects.
 template <class Impl, class Read>
 auto of_last(Impl& impl, const Read& read) {
   const std::lock_guard<std::mutex> lock(impl.mutex);
@@ -200,7 +201,7 @@ std::string Fitted::picture() const {
 
 namespace {
 
-/// What a plan does to a stage, in words.
+/// Returns the treatment of a stage by a plan, in words.
 std::string way_of(const Plan& plan, int64_t number) {
   const auto moves = [&](int64_t first) {
     return std::binary_search(plan.moved().begin(), plan.moved().end(), first);

@@ -1,4 +1,4 @@
-// Plans by formula, for chains that nobody measured.
+// Plans by formula, for chains without measured costs.
 
 #include <algorithm>
 #include <limits>
@@ -27,8 +27,8 @@ void check_segments(const char* plan, int64_t stages, int64_t segments) {
                     stages, ".");
 }
 
-/// The least t for which n stages can be reversed with no stage run more than t times before its
-/// last run: n <= beta(s, t) = C(s + t, s), the formula of Griewank and Walther.
+/// Returns the least t for which n stages can be reversed with no stage run more than t times
+/// before its last run: n <= beta(s, t) = C(s + t, s), the formula of Griewank and Walther.
 int64_t repetitions(int64_t n, int64_t s) {
   if (n <= 1) return 0;
   if (s == 1) return n - 1;
@@ -40,9 +40,9 @@ int64_t repetitions(int64_t n, int64_t s) {
   return t;
 }
 
-/// The largest j that attains the minimum of j + P(j, s) + P(n - j, s - 1), P(n, s) being the least
-/// number of stage calls beyond n. P is convex in n with slopes `repetitions`, so the sum falls as
-/// long as the next slope of the first half is below that of the second.
+/// Returns the largest j that minimizes j + P(j, s) + P(n - j, s - 1). P(n, s) is the least number
+/// of stage calls beyond n. P is convex in n with slopes `repetitions`, so the sum falls as long as
+/// the next slope of the first half is below that of the second.
 int64_t revolve_split(int64_t n, int64_t s) {
   s = std::min(s, n - 1);
   if (s <= 1) return n - 1;
@@ -57,19 +57,19 @@ int64_t revolve_split(int64_t n, int64_t s) {
   return low;
 }
 
-/// T(n, s) of the mixed recurrence for all lengths and numbers of units that a plan may come upon.
+/// T(n, s) of the mixed recurrence, for all lengths and numbers of units that a plan may need.
 class MixedTotals {
  public:
   MixedTotals(int64_t stages, int64_t units) {
     for (int64_t s = 1; s <= units; ++s) {
       rows_.emplace_back();
-      // Each unit that is taken leaves one stage less to do.
+      // Each unit in use leaves one stage less to do.
       for (int64_t n = 0; n <= stages - (units - s); ++n)
         rows_.back().push_back(n <= s + 1 ? n : best(n, s).total);
     }
   }
 
-  /// The stages of the region that comes first; 0 for a plain stage.
+  /// Returns the number of stages in the region that comes first; 0 for a plain stage.
   int64_t first_region(int64_t n, int64_t s) const { return best(n, s).region; }
 
  private:
@@ -95,16 +95,17 @@ class MixedTotals {
   std::vector<std::vector<int64_t>> rows_;
 };
 
-/// A plan of regions that are cut again. `first_region(n, memory)` is how many of n stages come
-/// first as a region; 0: the first stage is plain. What follows either has one unit of memory less.
+/// Returns a plan of regions that are cut again. `first_region(n, memory)`: how many of n stages
+/// come first as a region; 0: the first stage is plain. The stages behind have one unit of memory
+/// less.
 template <class FirstRegion>
 Plan cut(int64_t stages, int64_t memory, const FirstRegion& first_region) {
   struct Part {
     int64_t first, stages, memory;
   };
   std::vector<PlanRegion> regions;
-  // The inside of a region is taken before what follows it, so that regions come out in the order
-  // in which they open.
+  // The inside of a region is cut before the stages behind it, so that regions come out in the
+  // order in which they open.
   std::vector<Part> left{{1, stages, memory}};
   while (!left.empty()) {
     const auto [first, n, units] = left.back();
@@ -120,7 +121,8 @@ Plan cut(int64_t stages, int64_t memory, const FirstRegion& first_region) {
   return Plan(stages, std::move(regions));
 }
 
-/// Regions of `length` stages, the first `longer` of them one longer; what is left is none.
+/// Returns a plan of `segments` - 1 regions, of which the first `longer` are one stage longer. The
+/// stages behind them are in no region.
 Plan in_segments(int64_t stages, int64_t segments, int64_t longer) {
   const int64_t length = stages / segments;
   std::vector<PlanRegion> regions;

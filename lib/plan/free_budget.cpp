@@ -1,4 +1,4 @@
-// The budget in what a device has free.
+// A budget from the free memory of a device.
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-// Bodies of solve() and Frontier: what the solver found, looked up by budget.
+// Bodies of solve() and Frontier: the solver's results, looked up by budget.
 
 #include <algorithm>
 #include <utility>
@@ -26,7 +26,7 @@ Plan Frontier::plan(int64_t budget_bytes) const {
                  points_.front().bytes,
                  " bytes.\nHint: raise the budget, use a smaller batch, or split stages."),
         points_.front().bytes);
-  // Of the point, not of the budget: with more bytes than it needs a plan might use them.
+  // The plan of the point, not of the budget: a plan for more bytes might use them without need.
   return table_->plan((above - 1)->bytes);
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double width = 640, height = 400, left = 70, right = 20, top = 40, bottom = 50;
 
-/// A step of 1, 2 or 5 times a power of ten that cuts a range into 4 to 10.
+/// Returns a step of 1, 2 or 5 times a power of ten that cuts a range into 4 to 10 parts.
 double nice_step(double range) {
   const double power = std::pow(10, std::floor(std::log10(range / 4)));
   for (const double each : {5.0, 2.0})
@@ -36,7 +36,7 @@ std::string frontier_picture(const Frontier& frontier, double step_s, int64_t bu
   const auto time = [&](double extra_s) { return step_s > 0 ? 1 + extra_s / step_s : 1.0; };
   const double most_mb =
       std::max({megabytes(points.back().bytes), megabytes(chosen.peak_bytes), 1e-6});
-  // Plans of many levels may take many times as long: they leave at the top.
+  // Deeply nested plans may take many times as long: their points leave the picture at the top.
   const double most_time = std::min(std::max(time(points.front().extra_s), 1.1), 4.0);
   const Axis x{0, 1.06 * most_mb, left, width - right};
   const Axis y{1, 1 + 1.1 * (most_time - 1), height - bottom, top};

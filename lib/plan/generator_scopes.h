@@ -1,5 +1,5 @@
 #pragma once
-// A scope after which a device's default generator stands where it stood before.
+// A scope that restores the position of a device's default generator.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace remat {
 
-/// The default generator of a device stands afterwards where it stood before.
+/// Restores the position of a device's default generator at its end.
 class DeviceGeneratorScope {
  public:
   explicit DeviceGeneratorScope(c10::Device device) {

@@ -1,4 +1,4 @@
-// What the stages of a chain cost: each is run forward and backward on its own.
+// Measures the costs of a chain: each stage runs forward and backward on its own.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -23,8 +23,8 @@ namespace remat {
 
 namespace {
 
-/// A stage that reads nothing leaves the recompute of its region to the stage before it, beside
-/// what backward has made by then.
+/// Sets the bytes at the first read for a stage whose backward reads nothing. The recompute of its
+/// region then runs in the backward of the stage before, beside the memory made by then.
 void recompute_before(const StageCost& before, StageCost& stage) {
   stage.first_read_tmp_bytes =
       at_least_none(before.grad_bytes + before.first_read_tmp_bytes - stage.grad_bytes);
@@ -50,7 +50,7 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
   at::Tensor input = input_from(sample, sample.requires_grad());
   ChainCost cost{.input_bytes = storage_bytes(input, device),
                  .input_grad_bytes = gradient_bytes(input, device)};
-  std::unique_ptr<Trial> mover;  // of what moves most
+  std::unique_ptr<Trial> mover;  // the stage that can move most
   StageCost most_moved;
   for (std::size_t i = 0; i < stages.size(); ++i) {
     TORCH_CHECK_VALUE(stages[i], "remat::measure: the function of stage ", i + 1, " is empty.");

@@ -39,13 +39,13 @@ class Lines {
     if (std::exchange(is_ahead_, false)) return true;
     return static_cast<bool>(std::getline(in_, line_));
   }
-  /// Whether the next line, which stays the next one, begins so.
+  /// Returns whether the next line begins with `word`, without taking the line.
   bool next_begins(std::string_view word) {
     is_ahead_ = is_ahead_ || static_cast<bool>(std::getline(in_, line_));
     return is_ahead_ && line_.starts_with(word);
   }
   const std::string& text() const { return line_; }
-  /// Its words after `word`, into numbers.
+  /// Reads the words after `word` of the next line as numbers.
   template <class... T>
   void read(const char* word, T&... numbers) {
     if (!next()) refuse_line(file_, number_, "is missing");
@@ -62,7 +62,7 @@ class Lines {
   std::ifstream in_;
   std::string line_;
   std::size_t number_ = 0;
-  bool is_ahead_ = false;  // the line is the next one already
+  bool is_ahead_ = false;  // the next line was read already
 };
 
 Measurements read_all(const std::filesystem::path& file) {
@@ -102,7 +102,7 @@ Measurements read_all(const std::filesystem::path& file) {
 
 namespace {
 
-/// Of the CPU's and the sample's device; empty where it is off.
+/// Returns the autocast state of the CPU and of the sample's device; empty if autocast is off.
 std::string autocast_around(c10::DeviceType sample) {
   std::string text;
   const auto add = [&](c10::DeviceType type) {

@@ -1,13 +1,17 @@
 #pragma once
-// A file of measured chains, by what they were measured with.
+// A file of measured chains, each under the conditions of its measurement.
 //
 // Note [The file of measurements]
-// Text: a heading, and of each chain a line of what it was measured with, one of the chain and one
-// of each stage, each followed by what of it moves. What it was measured with must be the same in
-// every word to be used: the sample, the number of stages, how often they ran, LibTorch's version
-// and threads, autocast around them. The functions themselves cannot be compared: a file belongs to
-// a model. It is read when a chain is fitted, and written anew under another name that takes its
-// place, so that nobody reads half of it.
+// The file is text. After a heading it has, for each chain, a line of conditions (`measured_with`),
+// a line of the chain and a line for each stage. If tensors could move, a line about moves follows
+// the line of the chain and each line of a stage.
+//
+// A measurement is used only under the same conditions, word for word: the sample, the number of
+// stages, the number of runs, LibTorch's version and threads, autocast. The functions themselves
+// cannot be compared, so a file belongs to one model.
+//
+// The file is read when a chain is fitted. An update is written under another name and then
+// renamed, so that a reader never gets half of it.
 
 #include <ATen/core/Tensor.h>
 
@@ -19,15 +23,15 @@
 
 namespace remat {
 
-/// What a chain is measured with, in one line.
+/// Returns the conditions of a measurement, in one line.
 std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                           const MeasureOptions& options);
 
-/// None if the file has none, or does not exist. Throws `c10::ValueError` for a file that is
-/// something else.
+/// Returns nothing if the file does not exist or has no such measurement. Throws `c10::ValueError`
+/// for a file of another kind.
 std::optional<ChainCost> read_measurement(const std::filesystem::path& file,
                                           const std::string& with);
-/// Throws `c10::ValueError` if it cannot be written.
+/// Adds a measurement, or replaces it. Throws `c10::ValueError` if the file cannot be written.
 void add_measurement(const std::filesystem::path& file, const std::string& with,
                      const ChainCost& cost);
 

@@ -32,7 +32,7 @@ MoveCost measure_copies(Place& place, c10::Device device, int64_t bytes, int64_t
   const auto per_byte = [&](const StageClock::Moment& start) {
     return clock.seconds_between(start, clock.now()) / static_cast<double>(bytes);
   };
-  // The first one makes the file longer, and buffers.
+  // The first copy does not count: it makes the file longer, and buffers.
   for (int64_t i = 0; i <= repeats; ++i) {
     at::Tensor flat = at::ones({bytes}, at::TensorOptions(at::kByte).device(device));
     const auto start = clock.now();

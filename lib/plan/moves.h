@@ -1,5 +1,5 @@
 #pragma once
-// Where it waits what a plan moves, and how long copies take.
+// The place of the tensors that a plan moves, and the time of copies.
 
 #include <c10/core/Device.h>
 
@@ -10,11 +10,11 @@
 
 namespace remat {
 
-/// For tensors of that device. Throws `c10::ValueError`, which begins with `user`, for options that
-/// have no place for them.
+/// Returns the place for tensors of the device. Throws `c10::ValueError`, whose text begins with
+/// `user`, for options without a place for them.
 std::shared_ptr<Place> place_of(const MoveOptions& options, c10::Device device, const char* user);
 
-/// Of copies of so many bytes, with nothing beside them: the least of some.
+/// Returns the shortest times of `repeats` copies of `bytes`, with no work beside them.
 MoveCost measure_copies(Place& place, c10::Device device, int64_t bytes, int64_t repeats);
 
 }  // namespace remat

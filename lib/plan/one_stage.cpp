@@ -69,7 +69,8 @@ BackwardOfStage::BackwardOfStage(const at::Tensor& output, const Start& start, b
   torch::autograd::create_gradient_edge(root, std::move(behind));
 }
 
-// It delegates, so that a gradient that does not fit into memory leaves no other one behind.
+// The constructor delegates. If a gradient does not fit into memory, the destructor therefore runs
+// and removes those made before.
 GradientScope::GradientScope(const at::Tensor& result) : GradientScope() {
   seam::visit_nodes({{result.grad_fn(), 0}}, [this](const seam::NodePtr& node) {
     if (auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
@@ -84,10 +85,10 @@ GradientScope::~GradientScope() {
 }
 
 // Note [Measuring in a region]
-// A program may measure, or call a `Fitted` with an input of a new kind, in a region. What the
-// stages save would then wait for a recompute of that region, in which all would be measured
-// again, and so on. So the stages run as if there were no region. Guards around the region are
-// left, too: their scopes are below its own.
+// A program may measure, or call a `Fitted` with an input of a new kind, in a region. Tensors that
+// the stages save would then wait for a recompute of that region, which would measure everything
+// again, and so on. So the stages run as if there were no region. Guards around the region do not
+// apply either, since their scopes are below the region's.
 OutsideRegions::OutsideRegions() {
   if (detail::innermost(detail::Ability::Region) != nullptr) no_scopes_.emplace();
 }

@@ -1,6 +1,6 @@
 #pragma once
-// A stage of a chain on its own: given its input, and the gradient of its output, as the stages
-// around it would.
+// A stage of a chain on its own, with the input and the gradient that the stages around would give
+// it.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -18,29 +18,29 @@
 
 namespace remat {
 
-/// Backward on an accelerator ends before the engine's thread of the device has let go of the last
-/// node's tensors; it has when it has run another one.
+/// Waits until the engine's thread of the device has released the last node's tensors. Backward on
+/// an accelerator ends before that; the thread has released them once it has run another node.
 void wait_for_engine(c10::Device device);
 
-/// [bytes] of its storage; 0 elsewhere than on the device.
+/// Returns the bytes of the tensor's storage; 0 if it is not on the device.
 int64_t storage_bytes(const at::Tensor& tensor, c10::Device device);
-/// [bytes] Of a difference of counts, in which other threads may have freed more than the stage
-/// holds.
+/// Returns a difference of counts [bytes], at least 0: other threads may have freed more than the
+/// stage holds.
 constexpr int64_t at_least_none(int64_t bytes) { return bytes > 0 ? bytes : 0; }
-/// By which its storage is known again; null for a tensor without one.
+/// Returns the address that identifies the tensor's storage; null for a tensor without one.
 const c10::StorageImpl* identity_of(const at::Tensor& tensor);
-/// [bytes] A gradient has the shape of its tensor and a storage of its own.
+/// Returns the bytes of the tensor's gradient, which has its shape and a storage of its own.
 int64_t gradient_bytes(const at::Tensor& tensor, c10::Device device);
 
-/// The node stands for the stage before: its gradient arrives there and dies, as it would in that.
-/// A leaf would keep it, or copy it first.
+/// Returns an input with a node that stands for the stage before: the gradient arrives there and
+/// dies, as it would in that stage. A leaf would keep the gradient, or copy it first.
 at::Tensor input_from(const at::Tensor& value, bool requires_grad);
 
-/// A backward of ones through a stage, as in a chain: the stage behind hands over its gradient and
-/// keeps nothing. That of the last one is the caller's, who holds it to the end.
+/// A backward of ones through a stage, as in a chain: the stage behind passes its gradient on and
+/// keeps nothing. The caller owns the gradient of the last stage and holds it to the end.
 class BackwardOfStage {
  public:
-  /// What it begins with; made before bytes are counted.
+  /// The tensors that a backward begins with, made before bytes are counted.
   struct Start {
     at::Tensor root = at::zeros({}), gradient = at::ones({});
   };
@@ -52,8 +52,8 @@ class BackwardOfStage {
   at::Tensor callers_;
 };
 
-/// While alive, the leaves below a result have gradients of zeros and no hooks: no optimizer
-/// steps in their backward. They get back what they had.
+/// Gives the leaves below a result gradients of zeros and no hooks for its lifetime, so that no
+/// optimizer steps in their backward. Restores their gradients and hooks at its end.
 class GradientScope {
  public:
   explicit GradientScope(const at::Tensor& result);
@@ -66,7 +66,7 @@ class GradientScope {
   std::vector<std::unique_ptr<seam::HooksOff>> hooks_;
 };
 
-/// While alive, regions around do not see what this thread computes.
+/// Hides the work of this thread from regions around it for its lifetime.
 /// See Note [Measuring in a region].
 class OutsideRegions {
  public:

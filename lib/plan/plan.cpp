@@ -14,10 +14,11 @@ namespace {
 constexpr std::string_view kOpen = "ck[", kMove = "mv[";
 
 // Note [Plans are flat]
-// A plan is kept as the list of its regions in the order in which they open. The spans of a tree
-// do not overlap partly, and the order tells which of two equal spans is the outer one, so that
-// list is the tree. A tree of nodes would have to be copied, compared and destroyed by recursion,
-// and plans of 10,000 levels are legal. Everything here walks with a stack of its own.
+// A plan is stored as the list of its regions in the order in which they open. The spans of a tree
+// do not overlap partly, and the order tells which of two equal spans is the outer one. So the list
+// determines the tree. A tree of nodes would have to be copied, compared and destroyed by
+// recursion, and plans of 10,000 levels are legal. The functions here walk the list with a stack of
+// their own.
 
 [[noreturn]] void refuse(std::string_view text, std::size_t position, const std::string& fact) {
   constexpr std::size_t kShown = 160, kBefore = 60;
@@ -33,7 +34,7 @@ constexpr std::string_view kOpen = "ck[", kMove = "mv[";
       "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
-/// What stands at a position, for an error.
+/// Describes the character at a position, for an error.
 std::string found(std::string_view text, std::size_t position) {
   if (position >= text.size()) return "the end of the text was found";
   return c10::str("'", text[position], "' was found");
@@ -71,12 +72,12 @@ class Parser {
     number();
   }
 
-  /// 0 if there are none.
+  /// Returns the number at this position; 0 without digits.
   int64_t digits() {
     const std::size_t start = position_;
     int64_t value = 0;
     while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9') {
-      // More digits than stages fit into any memory are wrong already.
+      // No chain can have as many stages as a longer number says.
       if (position_ - start >= 18) refuse(text_, start, "a number has too many digits");
       value = 10 * value + (text_[position_++] - '0');
     }
@@ -97,7 +98,7 @@ class Parser {
   }
 
   void close() {
-    // The bracket of 'mv[' is around an item of the plan itself.
+    // At this depth, the bracket may be that of 'mv[', which is around an item of the plan itself.
     if (open_.size() == 1 && std::exchange(is_moving_, false)) return;
     if (open_.back() != kNone) regions_[open_.back()].last = stage_;
     open_.pop_back();
@@ -118,7 +119,7 @@ class Parser {
   std::string_view text_;
   std::size_t position_ = 0;
   int64_t stage_ = 0;
-  bool is_moving_ = false;  // a bracket of 'mv[' is open
+  bool is_moving_ = false;  // inside a bracket of 'mv['
   std::vector<std::size_t> open_;
   std::vector<PlanRegion> regions_;
   std::vector<int64_t> moved_;
@@ -147,7 +148,7 @@ Plan::Plan(int64_t stages, std::vector<PlanRegion> regions, std::vector<int64_t>
 }
 
 void Plan::check_moved() const {
-  int64_t begin = 1, end = 0;  // of an item
+  int64_t begin = 1, end = 0;  // stages of an item
   std::size_t region = 0;
   for (std::size_t i = 0; i < moved_.size(); ++i) {
     TORCH_CHECK_VALUE(moved_[i] >= (i == 0 ? 1 : moved_[i - 1] + 1) && moved_[i] <= stages_,
@@ -172,7 +173,7 @@ Plan Plan::parse(std::string_view text) { return Parser(text).parse(); }
 
 std::string Plan::to_string() const {
   std::string text = "[";
-  std::vector<int64_t> open;  // last stages
+  std::vector<int64_t> open;  // last stages of the open regions
   std::size_t next = 0, next_moved = 0;
   bool moves = false;
   for (int64_t stage = 1; stage <= stages_; ++stage) {
@@ -222,8 +223,8 @@ int64_t Plan::depth() const {
 }
 
 std::vector<int64_t> Plan::calls() const {
-  // A recompute reaches the stages of its region up to a region that ends it: there it needs that
-  // region's input and nothing more (Rule 5). The last child of a region comes last in the list.
+  // A recompute runs the stages of its region up to an inner region that ends with it: of that one
+  // it needs no more than the input (Rule 5). The last child of a region comes last in the list.
   std::vector<int64_t> reached(regions_.size());
   for (std::size_t i = 0; i < regions_.size(); ++i) reached[i] = regions_[i].last;
   std::vector<std::size_t> open;

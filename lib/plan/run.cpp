@@ -1,11 +1,13 @@
-// Runs a plan: nested checkpoint() calls, as its brackets stand, and what moves.
+// Runs a plan: nested checkpoint() calls in the order of its brackets, and moves.
 //
 // Note [What a plan moves]
-// Each item that moves what it saves has a depot of its own. Copying out begins while it runs, of
-// what nobody else holds, and goes on beside the item behind it, at whose end it is waited for:
-// never are more than two items' bytes in memory on their way out. Copying back begins when the
-// gradient of the output of that item behind is there, by a hook on it: beside its backward. All
-// depots share one place, so one file.
+// Each item that moves its saved tensors has a depot of its own. While the item runs, the depot
+// begins to copy out tensors without another holder. Copying continues beside the item behind and
+// is waited for at its end. So at most two items' bytes are in memory on their way out.
+//
+// A hook on the output of the item behind begins to copy back when the gradient of that output is
+// complete, so that copies run beside that item's backward. All depots share one place, and so one
+// file.
 
 #include <algorithm>
 #include <functional>
@@ -25,7 +27,8 @@ namespace remat {
 
 namespace {
 
-/// What all regions of one run share, and the graph keeps: the caller's vector may die before.
+/// The state that all regions of one run share. The graph keeps it alive, since the caller's vector
+/// may die before backward.
 struct Program {
   std::vector<Stage> stages;
   std::vector<std::vector<PlanItem>> items;
@@ -43,8 +46,8 @@ struct RegionOfPlan {
   at::Tensor operator()(at::Tensor x) const { return run_items(program, region, std::move(x)); }
 };
 
-// Each tensor is moved on: whoever still held the input of a region that has begun would keep what
-// its plan counts as gone.
+// Each tensor is passed on by move. A copy here would keep the input of a region that has begun,
+// which the plan counts as freed.
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
                      at::Tensor x) {
   for (const PlanItem item : program->items[region]) x = run_item(program, item, std::move(x));
@@ -57,14 +60,15 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, PlanItem item
   return checkpoint(program->options[region], RegionOfPlan{program, region}, std::move(x));
 }
 
-/// A depot for each item that moves something, while the program around all regions runs. See Note
-/// [What a plan moves].
+/// Gives a depot to each item that moves something, while the program around all regions runs.
+/// See Note [What a plan moves].
 class Moves {
  public:
   Moves(std::shared_ptr<Place> place, int64_t min_bytes)
       : place_(std::move(place)), min_bytes_(min_bytes) {}
 
-  /// Runs the next item. `moves`: what autograd saves of it. `name`: says what recorders call it.
+  /// Runs the next item. `moves`: whether its saved tensors move. `name`: returns its name for
+  /// recorders.
   template <class RunItem, class Name>
   at::Tensor run(bool moves, const Name& name, const RunItem& run_item) {
     std::shared_ptr<Depot> depot;
@@ -77,7 +81,7 @@ class Moves {
     }
     if (before_ != nullptr) {
       before_->finish_stores();
-      // A leaf outlives the step: a stage has returned the caller's tensor.
+      // No hook on a leaf, which outlives the step: a stage has returned the caller's tensor.
       if (x.requires_grad() && !x.is_leaf())
         x.register_hook([before = before_](const at::Tensor&) { before->begin_loads(); });
     }
@@ -88,7 +92,7 @@ class Moves {
  private:
   const std::shared_ptr<Place> place_;
   const int64_t min_bytes_;
-  std::shared_ptr<Depot> before_;  // of the item before, if it moves
+  std::shared_ptr<Depot> before_;  // the depot of the item before, if that moves
 };
 
 std::string name_of(const std::string& program, int64_t first, int64_t last) {
@@ -102,7 +106,7 @@ CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
   return options;
 }
 
-/// `name`: of the program.
+/// Runs the items outside of regions. `name`: the program's name.
 at::Tensor run_outermost(const Plan& plan, at::Tensor input, const MoveOptions& moving,
                          const std::string& name, const ItemRun& run_item) {
   const std::vector<PlanItem> items = items_of(plan)[0];

@@ -1,4 +1,4 @@
-// What a plan costs: the Rules applied to sizes, event by event.
+// The cost of a plan: the Rules applied to sizes, event by event.
 
 #include <algorithm>
 #include <utility>
@@ -9,11 +9,11 @@ namespace remat {
 
 namespace {
 
-/// Follows one forward and one backward of a plan. Knows nothing of the recurrence in solver.cpp,
+/// Follows one forward and one backward of a plan. It uses nothing of the recurrence in solver.cpp,
 /// which is checked against it.
 ///
-/// x_k is the output of stage k, t_k what else its graph keeps, d_k the gradient of x_k. Each
-/// counts once, from the first who holds it to the last.
+/// x_k is the output of stage k, d_k the gradient of x_k, and t_k the other tensors that the graph
+/// of stage k keeps. Each counts once, from its first holder to its last.
 class Simulator {
  public:
   Simulator(const ChainCost& cost, const Plan& plan, const SolveOptions& options)
@@ -26,7 +26,7 @@ class Simulator {
     region_holds_.resize(stages + 1);
     load_before_.resize(stages + 1);
     moves_.resize(stages + 1);
-    // Frame 0 is the program around all regions; its values are there from the start.
+    // Frame 0 is the program around all regions; its values exist from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
     for (const PlanRegion& region : plan.regions()) frames_.push_back({.stages = region});
     std::vector<std::vector<PlanItem>> items = items_of(plan);
@@ -65,9 +65,9 @@ class Simulator {
     bool is_recomputed = false;
   };
 
-  /// What an item moves, by its first stage.
+  /// The tensors that an item moves, by the item's first stage.
   struct Move {
-    bool is_planned = false;  ///< of what it saves: of a region its input
+    bool is_planned = false;  ///< the plan moves the item's saved tensors; of a region, its input
     bool has_input = false;
     int64_t saved_bytes = 0;  ///< besides the input
     int64_t next = 0;         ///< the first stage of the item behind
@@ -98,7 +98,7 @@ class Simulator {
     add(-temporary);
   }
 
-  // What stage k saves: t_k, perhaps its input, perhaps its output.
+  // Adds the saved tensors of stage k: t_k, and its input and output if it saves them.
   void save(int64_t k) {
     if (stage(k).saves_input) hold_x(k - 1);
     if (stage(k).saves_output) hold_x(k);
@@ -110,7 +110,7 @@ class Simulator {
     add(-stage(k).saved_bytes);
   }
 
-  /// Runs the backward of stage k, with all that it saves here, and lets go of that, of its output
+  /// Runs the backward of stage k, whose saved tensors are all present. Releases these, its output
   /// and its gradient.
   void finish(int64_t k) {
     const bool is_held_by_region = region_holds_[k];
@@ -125,7 +125,7 @@ class Simulator {
                             (has_output ? bytes_of_x(k) : 0) +
                             (!others_hold && own > 0 ? bytes_of_x(k - 1) : 0);
     use(backward_peak(cost_, k, holder) - counted);
-    release(k);  // unpacked is released (Rule 4)
+    release(k);  // a saved tensor is released when it is unpacked (Rule 4)
     if (is_held_by_region) drop_x(k - 1);
     add(-bytes_of_d(k));
     if (k == last_) drop_x(k);
@@ -133,7 +133,7 @@ class Simulator {
     add(bytes_of_d(k - 1));
   }
 
-  /// Runs a region for the first time: nothing in it is kept, and regions inside make no
+  /// Runs a region for the first time: none of its saved tensors stay, and regions inside make no
   /// difference. Takes over the hold on the input and leaves one on the output.
   void sweep(const PlanRegion& region) {
     for (int64_t k = region.first; k <= region.last; ++k) {
@@ -145,10 +145,11 @@ class Simulator {
     }
   }
 
-  // The program's own items, of which some move what they save. It is held by its item's place
-  // until the one behind it has run, and again from the beginning of that one's backward.
+  // The program's own items, of which some move their saved tensors. Moved tensors stay in memory
+  // until the item behind has run, and return at the beginning of that item's backward.
 
-  /// The item before, if it moves, has been waited for.
+  /// Ends an item. Waits for copies of the item before, if that moves, and begins those of this
+  /// item.
   void end_item(int64_t first, int64_t last) {
     if (moved_before_ > 0) {
       Move& before = moves_[moved_before_];
@@ -185,7 +186,7 @@ class Simulator {
     return seconds;
   }
 
-  /// The backward of the item that ends with stage k begins.
+  /// Reads moved tensors back at the beginning of the backward of the item that ends with stage k.
   void load_before(int64_t k) {
     const int64_t first = load_before_[k];
     if (first == 0) return;
@@ -198,9 +199,9 @@ class Simulator {
     if (move.has_input) hold_x(first - 1);
   }
 
-  /// Runs a frame's items and keeps what they save: forward of the program, recompute of a region
-  /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is
-  /// held.
+  /// Runs a frame's items and keeps their saved tensors. This is forward for the program, and a
+  /// recompute for a region (Rules 2, 3), which ends at its last save (Rule 5). Returns the last
+  /// stage whose output is held.
   int64_t fill(const Frame& frame) {
     const bool may_stop = options_.early_stop && &frame != &frames_.front();
     int64_t reached = frame.stages.first - 1;
@@ -209,7 +210,7 @@ class Simulator {
       const bool is_last = may_stop && &item == &frame.items.back();
       if (item < 0) {
         const PlanRegion& inner = frames_[static_cast<std::size_t>(-item)].stages;
-        hold_x(reached);  // the inner region's input: saved by this frame
+        hold_x(reached);  // the inner region's input, which this frame saves
         if (is_last) return reached;
         sweep(inner);
         reached = inner.last;
@@ -239,7 +240,7 @@ class Simulator {
   }
 
   void run_forward() {
-    // The caller holds the input throughout; it is in no budget. It gets, and keeps, the output.
+    // The caller holds the input throughout, in no budget, and receives and keeps the output.
     hold_x(0);
     fill(frames_.front());
   }
@@ -253,8 +254,8 @@ class Simulator {
     }
   }
 
-  /// Once per frame and backward (Rule 7), frames around it first: they hold its input. At the
-  /// first read, beside what backward has made by then.
+  /// Recomputes a frame once in a backward (Rule 7), after the frames around it, which hold its
+  /// input. Happens at the first read, beside the memory that backward has made by then.
   void recompute(std::size_t frame, int64_t first_read_tmp_bytes) {
     std::vector<std::size_t> waiting;
     for (; !frames_[frame].is_recomputed; frame = frames_[frame].parent) waiting.push_back(frame);
@@ -262,8 +263,8 @@ class Simulator {
     add(first_read_tmp_bytes);
     for (; !waiting.empty(); waiting.pop_back()) {
       Frame& next = frames_[waiting.back()];
-      // The slot of a region around it has held its input until now; the program's regions do so
-      // themselves.
+      // A slot of the region around has held the input until now. Regions of the program hold their
+      // inputs themselves.
       if (next.parent > 0) drop_x(next.stages.first - 1);
       drop_x(fill(next));
       next.is_recomputed = true;
@@ -277,14 +278,14 @@ class Simulator {
   std::vector<Frame> frames_;
   std::vector<std::size_t> owner_;  // the innermost frame of a stage
   std::vector<int64_t> holders_of_x_;
-  std::vector<bool>
-      region_holds_;  // whether one in no other one begins with the stage, and holds its input
-  std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
+  // Whether an outermost region begins with the stage, and holds its input.
+  std::vector<bool> region_holds_;
+  std::vector<int64_t> calls_, stopped_calls_;  // complete calls; calls that early stop ended
   MoveCost moving_{};
-  std::vector<Move> moves_;  // by the first stage
-  std::vector<int64_t>
-      load_before_;  // by the last stage of an item: whose move is read beside its backward
-  int64_t moved_before_ = 0;  // the first stage of the item before, if it moves
+  std::vector<Move> moves_;  // by the item's first stage
+  // By an item's last stage: the move that is read back beside the item's backward.
+  std::vector<int64_t> load_before_;
+  int64_t moved_before_ = 0;  // the first stage of the item before, if that moves; else 0
   double seconds_of_moves_ = 0;
   int64_t live_ = 0, peak_ = 0;
 };

@@ -30,7 +30,7 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
   }
   levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, false});
   fill(0, false);
-  // A level that finds nothing new ends it: the ones above would be the same.
+  // A level that finds nothing new is dropped, and the last: higher levels would be the same.
   for (int64_t depth = 1; depth < options.max_depth; ++depth) {
     const std::size_t below = levels_.size() - 1;
     levels_.push_back({std::vector<int32_t>(cells, kUnsolved), below, true});
@@ -99,7 +99,8 @@ void FrontierTable::find_equal_chains() {
   }
   class_of_.resize(holders.size() * static_cast<std::size_t>(num_stages_ * num_stages_));
   std::map<Costs, int32_t> single;
-  std::unordered_map<int64_t, int32_t> longer;  // by the chain in front and the costs of the last
+  // By the class of the chain in front and the costs of the last stage.
+  std::unordered_map<int64_t, int32_t> longer;
   int32_t classes = 0;
   for (int64_t s = 1; s <= num_stages_; ++s) {
     for (const InputHolder holder : holders) {
@@ -130,7 +131,8 @@ void FrontierTable::measure_sweeps() {
   }
 }
 
-/// The bytes to run stage s and save, and to run its backward, in a sub-chain that ends with t.
+/// Returns the bytes to run stage s with its saves, and to run its backward, in a sub-chain up to
+/// t.
 int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t, InputHolder holder) const {
   const StageCost& each = stage(s);
   const bool is_recompute = t < num_stages_;
@@ -177,7 +179,7 @@ void FrontierTable::fill(std::size_t number, bool is_last) {
       for (const InputHolder holder : holders) fill_cell(s, s + length - 1, holder);
 }
 
-/// The level below, if it has this sub-chain too.
+/// Returns the level below if that has this sub-chain, too; else null.
 const FrontierTable::Level* FrontierTable::below_of(const Level& level, std::size_t cell) const {
   const Level& below = levels_[level.inside];
   return &below != &level && below.stairs[cell] != kUnsolved ? &below : nullptr;
@@ -189,8 +191,8 @@ void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t, InputHolder 
     envelope_.lower(kFree, 0, bytes_to_save(s, s, holder));
     return;
   }
-  // One level of nesting more allows all that the level below does; what it makes of the same
-  // staircases is in that one's.
+  // A level allows all plans of the level below. Sums of staircases that both levels share are in
+  // the result of that level already.
   const Level* const below = below_of(level, cell(s, t, holder));
   const Level* const below_that =
       below != nullptr && below->has_regions ? &levels_[below->inside] : nullptr;
@@ -240,7 +242,8 @@ void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& re
       const Level& level = levels_[number];
       const InputHolder inner_holder = holder_inside(holder, t);
       // Ties go to the plain stage, then to the shortest region. With `eps` the tables may promise
-      // less than their entries make possible, so the least is taken rather than the promised.
+      // less than their entries make possible, so the search takes the least time, not the promised
+      // one.
       int64_t best = kInfeasible, end = s;  // of a region s..end - 1; s: a plain stage
       const InputHolder behind = holder_behind(stage(s).saves_output);
       if (budget >= bytes_to_save(s, t, holder))

@@ -15,39 +15,41 @@
 namespace remat::detail {
 
 // Note [The recurrence]
-// V(s,t,h,m) is the least time of recomputing for stages s..t, which some region ends with t (or
-// the chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come. d_t
-// is that gradient with what the backward of t has made before it first reads, which is when t is
-// recomputed. h says who holds x_{s-1} in the backward of s, as in Note [Who holds an input].
+// V(s,t,h,m) is the least recompute time for stages s..t within m bytes beyond x_{s-1}. Stage t is
+// the last one of some region or of the chain, and the gradient of x_t is alive or to come. d_t is
+// that gradient with the memory that the backward of t makes before it first reads, which is when t
+// is recomputed. h is the holder of x_{s-1} in the backward of s: see Note [Who holds an input].
 //
-//     V(s,s,h,m) = 0                                              if m >= saving(s,s,h)
+//     V(s,s,h,m) = 0, if m >= saving(s,s,h)
 //     V(s,t,h,m) = min of
-//       V(s+1,t,h', m - saved_s - x_s + freed)                    if m >= saving(s,t,h): stage s plain
-//       V(q,t,nobody, m - x_{q-1}) + sweep(s,q-1) + V(s,q-1,h",m) if m >= sweeping(s,q-1) + d_t: a region s..q-1
+//       stage s plain, if m >= saving(s,t,h):
+//         V(s+1,t,h', m - saved_s - x_s + freed)
+//       a region s..q-1, if m >= sweeping(s,q-1) + d_t:
+//         V(q,t,nobody, m - x_{q-1}) + sweep(s,q-1) + V(s,q-1,h",m)
 //
-// sweep(s,e) is the forward of stages s..e-1, of e up to its last save, and the cost of a frame.
-// freed is x_{s-1} where neither stage s saves it nor anybody else holds it, else 0. h' is others
-// if stage s saves its output, else nobody; h" is h, but a region of the outermost level holds what
-// nobody else does. As a function of m, V is a staircase; all budgets are solved at once, without
-// rounding.
+// sweep(s,e) is the forward time of stages s..e-1 and of e up to its last save, and the cost of a
+// frame. freed is x_{s-1} if neither stage s saves it nor another owner holds it, else 0. h' is
+// others if stage s saves its output, else nobody. h" is h, except that a region of the outermost
+// level holds an input that has no other holder. As a function of m, V is a staircase; all budgets
+// are solved at once, without rounding.
 //
 // Three things differ from the paper (rotor). A recompute ends early, so its last stage may never
-// have an output. During the program's first forward there is no gradient yet, so stages up to the
-// last one (t = L) are charged none. The last output is held by the caller, saved or not.
+// have an output. The program's first forward has no gradient yet, so stages up to the
+// last one (t = L) are not charged for one. The caller holds the last output, saved or not.
 //
 // The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes),
-// beside the backward of all stages but the last. So for t = L the m of V is what there is beyond
-// those: what is needed before the last backward is less by as much, and so is that itself, which
-// counts them.
+// beside the backward of all stages but the last. So for t = L, m counts bytes beyond these. The
+// need of forward is less by as much, since forward runs before them. So is the need of the last
+// backward, which counts them itself.
 //
 // With a depth limit there is one table per level; regions of a level take their insides from the
-// level below. Without one a level is its own inside.
+// level below. Without a limit, a level is its own inside.
 //
 // Note [What moves]
-// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1) may move what it
-// saves: a region its input, a stage its input and part of what it saves. That of an item is in
-// memory while the item behind it runs forward, and again while that runs backward; in between it
-// is elsewhere. So the outermost level, and only that, has a state more: p, the bytes that the item
+// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1) may move its saved
+// tensors: a region its input, a stage its input and part of its saved bytes. Moved bytes are in
+// memory while the item behind runs forward, and again while it runs backward; in between they are
+// elsewhere. So the outermost level, and only that, has one more state: p, the bytes that the item
 // before moves. With m' = m - p,
 //
 //     V(s,p,m) = min of
@@ -55,28 +57,30 @@ namespace remat::detail {
 //       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,h",m') + wait
 //                                                                  if m' >= sweeping(s,q-1)
 //
-// where b and moved are 0, or b what the item moves and moved that much of what was charged
-// (x_{s-1}, which the chain before paid for, and part of saved_s). wait is what copying p takes
-// longer than the item's forward, and back than its backward with its first recompute; the share of
-// copies by which the program is held up is paid by the item that moves.
+// Without a move of the item, b and moved are 0. With one, both are the moved bytes: b is the p of
+// the next item, and moved gives back charges (x_{s-1}, which the chain before paid for, and part
+// of saved_s). wait is the time by which copying p out exceeds the item's forward, and copying it
+// back exceeds the item's backward with its first recompute. The item that moves also pays for the
+// time by which its copies hold up the program.
 //
-// An input moves only if the item itself is all that holds it: not one that others hold, which is
-// the h of the state. There are as many different p as stages have different inputs, so this is of
-// the order of the rest of the search, and far less where stages are equal.
+// An input moves only if the item alone holds it, which the h of the state tells. There are as many
+// different p as stages with different inputs. So this search is of the order of the rest, and far
+// less for equal stages.
 //
 // Note [Whole ticks]
-// Seconds are rounded to multiples of a power of two, so small that the largest sum (the seconds of
-// all stages and frames times the stages) still fits into 62 bits. Sums then do not depend on their
-// order, and with costs that are whole numbers nothing is rounded at all. Costs like 2/3 are
-// rounded before they come here: three of them and two whole seconds are meant to be equal and are
-// not. So a gain below 2^-50 of the largest sum counts as none; with floating point or without the
-// limit a staircase would collect points that differ by rounding only.
+// Seconds are rounded to multiples of a power of two (ticks). A tick is so small that the largest
+// sum (the seconds of all stages and frames times the stages) still fits into 62 bits. Sums then do
+// not depend on their order, and whole numbers of seconds are not rounded at all.
+//
+// Costs like 2/3 are rounded before they come here: three of them are meant to equal two whole
+// seconds, and do not. So a gain below 2^-50 of the largest sum does not count. With floating point
+// or without this limit, a staircase would collect points that differ by rounding only.
 //
 // Note [Equal stages]
-// V(s,t,h) depends on nothing but the costs of its stages and the gradient before them, and on h
-// only by what the backward of s takes and by freed. Sub-chains with equal costs share one
-// staircase, which makes n equal blocks a table of order n, and costs nothing for the h of stages
-// that save their inputs first of all.
+// V(s,t,h) depends only on the costs of its stages, on the gradient before them, and on h through
+// the backward bytes of s and through freed. Sub-chains with equal costs share one staircase, so n
+// equal blocks need a table of order n. Different h share one, too, if both numbers are equal,
+// mostly for stages that save their inputs.
 
 /// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
@@ -91,28 +95,28 @@ class FrontierTable {
   struct StageTicks {
     int64_t forward = 0, to_last_save = 0;
   };
-  /// A level is one depth: the number of the staircase of each sub-chain and holder of its input,
-  /// and where the insides of its regions are.
+  /// One depth of nesting: the number of the staircase of each sub-chain and holder of its input,
+  /// and the level with the insides of its regions.
   struct Level {
     std::vector<int32_t> stairs;
     std::size_t inside = 0;
     bool has_regions = true;
   };
 
-  /// What the item before moves, and who else holds the input of the next one.
+  /// The bytes that the item before moves, and the other holder of the next item's input.
   /// See Note [What moves].
   struct Before {
     int64_t moved_bytes = 0;
     InputHolder holder = InputHolder::Others;
     friend auto operator<=>(const Before&, const Before&) = default;
   };
-  /// One way to go on at the outermost level: an item.
+  /// An item with which the outermost level can continue.
   struct Item {
-    int64_t first, next;    // stages; next: behind it
-    bool is_region, moves;  // what it saves; of a region its input
-    int64_t need;           // bytes, without what the item before moves
-    int64_t charge;         // bytes that stay until backward, less what is not there any more
-    int64_t ticks;          // but for its inside
+    int64_t first, next;    // first stage, and first stage behind the item
+    bool is_region, moves;  // moves: the saved tensors; of a region, its input
+    int64_t need;           // bytes beyond those that the item before moves
+    int64_t charge;         // bytes that stay until backward, less those that are freed
+    int64_t ticks;          // without its inside
     Before then;
     InputHolder inside;  // of a region
   };
@@ -121,8 +125,8 @@ class FrontierTable {
   int64_t grad_before(int64_t s) const {
     return s == 1 ? cost_.input_grad_bytes : stage(s - 1).grad_bytes;
   }
-  /// The gradient that waits while a recompute runs stages up to t, with what the backward of t has
-  /// made by then; in forward there is none.
+  /// Returns the bytes that wait while a recompute runs stages up to t: the gradient, and the
+  /// memory that the backward of t has made by then. 0 in forward, which has no gradient yet.
   int64_t grad_waiting(int64_t t) const {
     return t < num_stages_ ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
   }
@@ -133,22 +137,22 @@ class FrontierTable {
   static constexpr std::array holders{InputHolder::Others, InputHolder::Region,
                                       InputHolder::Nobody};
   int64_t input_bytes(int64_t s) const { return s == 1 ? 0 : stage(s - 1).output_bytes; }
-  /// What the backward of stage s takes beyond its input.
+  /// Returns the bytes that the backward of stage s needs beyond its input.
   int64_t backward_bytes(int64_t s, InputHolder holder) const {
     return backward_peak(cost_, s, holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
   }
-  /// What goes away of the input when stage s has run forward.
+  /// Returns the bytes of the input that are freed when stage s has run forward.
   int64_t freed_bytes(int64_t s, InputHolder holder) const {
     return holder == InputHolder::Nobody && !stage(s).saves_input ? input_bytes(s) : 0;
   }
-  /// What stage s leaves behind when it has run forward, beyond its input.
+  /// Returns the bytes that stage s leaves behind when it has run forward, beyond its input.
   int64_t charge(int64_t s, InputHolder holder) const {
     return stage(s).saved_bytes + stage(s).output_bytes - freed_bytes(s, holder);
   }
   static InputHolder holder_behind(bool is_held) {
     return is_held ? InputHolder::Others : InputHolder::Nobody;
   }
-  /// Who holds the input of a region in its inside, in a sub-chain that ends with t.
+  /// Returns the holder of a region's input inside the region, in a sub-chain that ends with t.
   InputHolder holder_inside(InputHolder holder, int64_t t) const {
     return t == num_stages_ && holder == InputHolder::Nobody ? InputHolder::Region : holder;
   }
@@ -163,33 +167,33 @@ class FrontierTable {
   }
   int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
-  /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with
-  /// t.
+  /// Returns the bytes to run a region of stages s to e for the first time, in a sub-chain that
+  /// ends with t.
   int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
     return sweep_bytes_[sub_chain(s, e)] + grad_waiting(t) - held_to_end(t);
   }
-  /// What is there later, and not before the last backward.
+  /// Returns the bytes that exist only from the last backward on, which m leaves out.
   int64_t held_to_end(int64_t t) const { return t == num_stages_ ? cost_.held_to_end_bytes : 0; }
 
   void scale_seconds();
   void find_equal_chains();
   void measure_sweeps();
-  /// Fills the sub-chains that end before the last stage, or those that end with it.
+  /// Fills the sub-chains that end before the last stage, or with `is_last` those that end with it.
   void fill(std::size_t number, bool is_last);
-  /// The sub-chains that end with the last stage, which no region does.
+  /// Fills the sub-chains that end with the last stage, which is outside of all regions.
   void fill_outermost(std::size_t number);
   const Level* below_of(const Level& level, std::size_t cell) const;
   void solve_chain(Level& level, int64_t s, int64_t t, InputHolder holder);
   // solver_moves.cpp:
-  /// Fills what `fill` does for sub-chains that end with the last stage.
+  /// Fills the sub-chains that end with the last stage where tensors may move.
   void fill_moving();
-  /// The ways to go on from stage s, in the order in which ties are broken.
+  /// Returns the items that can begin with stage s, in the order in which ties are broken.
   std::vector<Item> items_from(int64_t s, const Before& before) const;
   int64_t ticks_of_waiting(const Before& before, const Item& item) const;
   const Staircase& inside_of(const Item& item) const;
   Plan plan_moving(int64_t bytes) const;
 
-  /// Stages `first` to `last` on a level, with so many bytes.
+  /// Stages `first` to `last` on a level, within `bytes`.
   struct Part {
     int64_t first, last, bytes;
     std::size_t level;
@@ -205,11 +209,11 @@ class FrontierTable {
   int64_t frame_ticks_ = 0;
   std::vector<StageTicks> ticks_;                          // by stage
   std::vector<int64_t> forward_before_, backward_before_;  // ticks of all stages before
-  std::vector<int32_t> class_of_;     // by cell; equal for those of equal costs
-  std::vector<int64_t> sweep_bytes_;  // to run the stages of a sub-chain without saving
+  std::vector<int32_t> class_of_;     // by cell; equal for sub-chains of equal costs
+  std::vector<int64_t> sweep_bytes_;  // bytes to run the stages of a sub-chain without saving
   std::vector<Level> levels_;         // the last one is the chain's
   std::deque<Staircase> staircases_;
-  /// By stage, where something moves: what it takes from there on.
+  /// By stage, if tensors may move: the staircases of the chain from that stage on.
   std::vector<std::map<Before, Staircase>> moving_;
   double store_ticks_ = 0, load_ticks_ = 0, busy_ticks_ = 0;  // per byte
   Envelope envelope_;

@@ -1,4 +1,4 @@
-// The outermost level of the search where what is saved may move. See Note [What moves].
+// The outermost level of the search if saved tensors may move. See Note [What moves].
 
 #include <cmath>
 #include <iterator>
@@ -15,7 +15,7 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
   const StageCost& here = stage(s);
   const bool is_movable = before.holder == InputHolder::Nobody && stage(s - 1).has_movable_output;
   const int64_t input = is_movable ? input_bytes(s) : 0;
-  // The same item, and, if that gains anything, moving what it saves.
+  // Adds an item, and a copy of it that moves its saved tensors if that frees bytes.
   const auto add = [&](const Item& item, int64_t movable) {
     items.push_back(item);
     if (item.next > num_stages_ || movable == 0) return;
@@ -76,7 +76,7 @@ void FrontierTable::fill_moving() {
   for (int64_t s = num_stages_; s >= 1; --s) {
     for (const Before& before : befores[s]) {
       envelope_.clear();
-      // In bytes beyond those that the item before moves.
+      // Bytes are counted beyond those that the item before moves.
       for (const Item& item : items_from(s, before)) {
         const int64_t charge = item.next > num_stages_ ? 0 : item.charge - before.moved_bytes;
         envelope_.lower_to_sum(moving_[item.next].at(item.then), charge, inside_of(item),

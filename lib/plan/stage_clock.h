@@ -15,16 +15,16 @@ namespace remat {
 
 class StageClock {
  public:
-  /// A moment of the device: what was queued before it is done then.
+  /// A moment of the device, at which the work queued before it is done.
   struct Moment {
     std::chrono::steady_clock::time_point host{};
-    std::shared_ptr<c10::Event> event{};  ///< null where the host's time says it
+    std::shared_ptr<c10::Event> event{};  ///< null if `host` is the time
   };
 
   explicit StageClock(c10::Device device);
-  /// Waits for nothing, unless the device's events have no times.
+  /// Returns the present moment. Waits only if the device's events have no times.
   Moment now() const;
-  /// [seconds]; waits until the later one has come.
+  /// Returns the seconds between two moments; waits until the later one has come.
   double seconds_between(const Moment& earlier, const Moment& later) const;
 
  private:

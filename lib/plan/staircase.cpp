@@ -7,7 +7,7 @@ namespace remat {
 
 namespace {
 
-/// The number of steps that begin at or below a budget.
+/// Returns the number of steps that begin at or below a budget.
 std::size_t steps_within(const Staircase& stairs, int64_t bytes) {
   return static_cast<std::size_t>(
       std::upper_bound(stairs.begin(), stairs.end(), bytes,
@@ -15,7 +15,7 @@ std::size_t steps_within(const Staircase& stairs, int64_t bytes) {
       stairs.begin());
 }
 
-/// The number of steps that begin below a budget.
+/// Returns the number of steps that begin below a budget.
 std::size_t steps_below(const Staircase& stairs, int64_t bytes) {
   return static_cast<std::size_t>(
       std::lower_bound(stairs.begin(), stairs.end(), bytes,
@@ -23,8 +23,8 @@ std::size_t steps_below(const Staircase& stairs, int64_t bytes) {
       stairs.begin());
 }
 
-/// The first of the steps before `end` from which on all satisfy a predicate, or `end`; it is
-/// expected near the end.
+/// Returns the first of the steps before `end` from which on all satisfy a predicate, or `end`. The
+/// search is fast if that step is near the end.
 template <class Predicate>
 std::size_t first_from_above(const Staircase& stairs, std::size_t end, Predicate holds) {
   std::size_t stride = 1, low = end;
@@ -33,7 +33,7 @@ std::size_t first_from_above(const Staircase& stairs, std::size_t end, Predicate
     low -= std::min(stride, low);
     stride *= 2;
   }
-  // Those from `end` on satisfy it, the one before `low` does not.
+  // Steps from `end` on satisfy the predicate; the step before `low` does not.
   while (low < end) {
     const std::size_t middle = low + (end - low) / 2;
     if (holds(stairs[middle]))
@@ -73,9 +73,9 @@ void Envelope::lower(const Staircase& stairs, int64_t bytes, int64_t from) {
   lower_to_sum(stairs, bytes, kFree, 0, from);
 }
 
-// The sum cannot be below what it is just before some budget, since it falls. Where the envelope is
-// not above that, everything from there on is settled; what is left has a tighter bound, and so on.
-// Returns the index of the first step that is settled: most sums are done with here.
+// The sum falls, so at budgets below a given one it is at least its value just before that one.
+// Steps of the envelope that are not above this bound are settled. The steps below have a tighter
+// bound, and so on. Returns the index of the first settled step, which is 0 for most sums.
 std::size_t Envelope::end_of_gain(const Staircase& a, int64_t bytes, const Staircase& b,
                                   int64_t ticks, int64_t from) const {
   std::size_t end = stairs_.size(), in_a = a.size(), in_b = b.size();
@@ -125,7 +125,7 @@ void Envelope::lower_to_sum(const Staircase& a, int64_t bytes, const Staircase& 
     budget = next;
   }
   if (!is_lower) return;
-  // What comes after is lower than the sum, except for a step that is just as low.
+  // Steps behind are lower than the sum, except for a step that is just as low.
   std::size_t after = end;
   while (after < stairs_.size() && stairs_[after].ticks >= lowest) ++after;
   const auto first = stairs_.begin() + static_cast<std::ptrdiff_t>(begin);

@@ -1,12 +1,12 @@
 #pragma once
-// A function of the budget that falls in steps: the least ticks for so many bytes.
+// A function of the budget that falls in steps: the least ticks for a number of bytes.
 
 #include <cstdint>
 #include <vector>
 
 namespace remat {
 
-/// From `bytes` on, up to the next point, `ticks` are needed.
+/// The need for `ticks` from `bytes` on, up to the next step.
 struct Step {
   int64_t bytes = 0, ticks = 0;
   friend bool operator==(const Step&, const Step&) = default;
@@ -15,15 +15,15 @@ struct Step {
 /// Bytes rise and ticks fall strictly; below the first step nothing is feasible.
 using Staircase = std::vector<Step>;
 
-/// Needs nothing, at any budget: those of a chain's end may be negative, beside what is there to
-/// the end.
+/// Needs no ticks at any budget. Budgets of a chain's end may be negative, since they leave out
+/// bytes that are held to the end.
 inline const Staircase kFree{{INT64_MIN / 4, 0}};
 
-/// The budget or the ticks of what is not feasible.
+/// The budget or the ticks of an infeasible point.
 inline constexpr int64_t kInfeasible = INT64_MAX;
 
-/// Whether these ticks are fewer by so much that it is no rounding: the sums of costs that are not
-/// whole numbers. Nothing at all is never rounded. See Note [Whole ticks].
+/// Returns whether these ticks are fewer by more than the rounding of sums of costs that are not
+/// whole numbers. Zero ticks are never rounded. See Note [Whole ticks].
 inline constexpr int kBitsOfTicks = 62;
 inline constexpr bool is_gain(int64_t ticks, int64_t over) {
   return ticks < over && (ticks == 0 || over - ticks >= int64_t{1} << (kBitsOfTicks - 50));
@@ -32,8 +32,7 @@ inline constexpr bool is_gain(int64_t ticks, int64_t over) {
 /// Returns the ticks for a budget, `kInfeasible` below the first step.
 int64_t value_at(const Staircase& stairs, int64_t bytes);
 
-/// The lower envelope of staircases that are sums and shifts of others. Keeps its memory from one
-/// use to the next.
+/// The lower envelope of staircases that are sums and shifts of others. Reuses its memory.
 class Envelope {
  public:
   void clear() { stairs_.clear(); }
@@ -43,8 +42,8 @@ class Envelope {
   /// Lowers to `a` moved by `bytes`, plus `b`, plus `ticks`, where the budget is at least `from`.
   void lower_to_sum(const Staircase& a, int64_t bytes, const Staircase& b, int64_t ticks,
                     int64_t from);
-  /// Drops steps that are no gain over the last one kept, or less than a share `eps` of it; never
-  /// the first.
+  /// Drops steps with no gain over the last remaining one, or with a gain below a share `eps` of
+  /// it; never the first.
   void thin(double eps);
   const Staircase& stairs() const { return stairs_; }
 

@@ -14,7 +14,7 @@
 
 namespace remat {
 
-/// What autograd saved while a stage ran.
+/// The tensors that autograd saved while a stage ran.
 struct Trial::Saves {
   explicit Saves(const Measured& measured) : measured(measured) {}
 
@@ -24,7 +24,7 @@ struct Trial::Saves {
     int64_t bytes;
   };
   const Measured& measured;
-  std::vector<Storage> storages;  // each once
+  std::vector<Storage> storages;  // each storage once
   std::unordered_set<const c10::StorageImpl*> seen;
   StageClock::Moment last;
   bool is_empty = true;
@@ -37,7 +37,7 @@ struct Trial::Saves {
                           storage_bytes(tensor, measured.device)});
     last = measured.clock.now();
   }
-  /// [bytes] of what died with the graph; without these two.
+  /// Returns the bytes of storages that died with the graph, without those of the input and output.
   int64_t dead_bytes(const c10::StorageImpl* input, const c10::StorageImpl* output) const {
     int64_t bytes = 0;
     for (const Storage& storage : storages)
@@ -62,7 +62,7 @@ StageCost Trial::cost(const MeasureOptions& options, bool is_last) {
   try {
     measure_recompute(cost, options);
   } catch (const CheckpointError&) {
-    // No region of a plan that `solve` makes has the last stage: it need not be one that can run
+    // No plan of `solve` has the last stage in a region, so that stage need not be able to run
     // again.
     if (!is_last) throw;
   }
@@ -75,10 +75,10 @@ at::Tensor Trial::output() const { return input_from(output_, requires_grad_); }
 
 // Note [Casts in the cache]
 // Autocast caches casts of leaves, the chain's input among them, and empties its cache when its
-// outermost scope ends. Where that is around the program, casts outlive their stages: they are
-// counted once for all plans (ChainCost::cached_cast_bytes), and taken off what a stage holds. A
-// step begins without any, and so does each run here: a cast from before would be an older node,
-// and backward comes to those later.
+// outermost scope ends. If that scope is around the program, casts outlive their stages. They are
+// counted once for all plans (ChainCost::cached_cast_bytes), and subtracted from the bytes of
+// stages. A step begins without casts, and so does each run here: an earlier cast would be an older
+// node, which backward reaches later.
 void Trial::count_cached_casts() {
   cached_bytes_ = bytes_of_casts_behind(input_);
   at::Tensor chain_input = input_;
@@ -100,7 +100,7 @@ int64_t Trial::bytes_of_casts_behind(const at::Tensor& input) const {
   return at_least_none(with_casts - meter.live_bytes());
 }
 
-// A plan that begins a region with such a stage would end in an error of its backward.
+// A plan that begins a region with a stage that writes to its input would fail in backward.
 void Trial::refuse_writing() const {
   if (!input_.has_storage() || input_.is_inference()) return;
   const at::Tensor input = input_from(input_.clone(), input_.requires_grad());
@@ -150,9 +150,9 @@ at::Tensor Trial::forward_in(const CheckpointOptions& region, at::Tensor input) 
 }
 
 // Note [Inputs as in a chain]
-// What a stage or region is given in a chain is held by nobody else, as a rule, and dies when those
-// who have saved it let go of it. So it is measured beside a stage whose input lives on, with an
-// input of the same memory, on which it has the only hold.
+// In a chain, a stage or region is usually the only holder of its input. The input then dies when
+// those who have saved it release it. So a stage is also measured with an input of the same memory
+// that it alone holds, beside the runs with an input that lives on.
 std::optional<at::Tensor> Trial::lone_input() const {
   const bool is_plain = input_.has_storage() && input_.layout() == at::kStrided &&
                         !input_.is_quantized() &&
@@ -228,7 +228,7 @@ void Trial::add_rounding(const seam::DeviceBytes& before) {
   measured_.rounded_bytes += now.rounded_peak - before.rounded_live;
 }
 
-// As in the first run of a region: what is saved dies as soon as nothing else needs it.
+// Saved tensors die as soon as they are unused, as in the first run of a region.
 void Trial::measure_bytes_without_saves(StageCost& cost) {
   output_ = at::Tensor();
   struct Dropped {};
@@ -247,8 +247,8 @@ void Trial::measure_bytes_without_saves(StageCost& cost) {
       at_least_none(meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
 }
 
-// A stop comes where regions may end, and what backward has made before it reads depends on the
-// first operators of it alone; so a region shows both.
+// Runs the stage as a region, which shows two things. A stop is possible only where a region may
+// end. The memory that backward makes before its first read depends on its first operators alone.
 void Trial::measure_recompute(StageCost& cost, const MeasureOptions& options) {
   if (!requires_grad_) return;
   output_ = at::Tensor();
@@ -256,7 +256,7 @@ void Trial::measure_recompute(StageCost& cost, const MeasureOptions& options) {
   const BackwardOfStage::Start start;
   begin_run();
   MemoryMeter meter(device);
-  int64_t live = -1, peak = 0;  // when a recompute began, and of it
+  int64_t live = -1, peak = 0;  // the bytes when a recompute began, and its peak
   const auto watch = [&]() -> Scope {
     live = meter.live_bytes();
     meter.reset_peak();

@@ -1,6 +1,5 @@
 #pragma once
-// What one stage costs: it is run forward and backward, alone, as a region, and with what it saves
-// moved.
+// The costs of one stage: it runs forward and backward, alone, as a region, and with moved saves.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -22,13 +21,13 @@ namespace remat {
 class Depot;
 class Place;
 
-/// What is measured: bytes of one device, and time on it.
+/// The device whose bytes and time are measured, and sums over all stages.
 struct Measured {
   c10::Device device;
   StageClock clock{device};
-  const StageRegion* run_region = nullptr;  ///< a binding's
-  std::shared_ptr<Place> place{};           // for what moves; null: nothing does
-  // Of what the stages asked for, and of what the allocator made of it.
+  const StageRegion* run_region = nullptr;  ///< of a binding
+  std::shared_ptr<Place> place{};           // for moved tensors; null: nothing moves
+  // Sums of bytes as the stages requested them, and as the allocator rounded them.
   int64_t requested_bytes = 0, rounded_bytes = 0;
   int64_t cached_cast_bytes = 0;
 
@@ -46,14 +45,14 @@ class Trial {
       : stage_(stage), input_(std::move(input)), number_(number), measured_(measured) {}
 
   StageCost cost(const MeasureOptions& options, bool is_last);
-  /// Whether the input goes away when the stage moves what it saves.
+  /// Returns whether the input is freed when the stage moves its saved tensors.
   bool moves_input() const { return moves_input_; }
-  /// Whether backward reads anything that was saved.
+  /// Returns whether backward reads any saved tensor.
   bool reads() const { return reads_; }
-  /// What the next stage is fed with.
+  /// Returns the input of the next stage.
   at::Tensor output() const;
-  /// The share of copies by which this stage takes longer beside those of its own
-  /// saves. Note [Times of moves].
+  /// Returns the share of the copies' time by which this stage takes longer beside copies of its
+  /// own saved tensors: see Note [Times of moves].
   double held_up_share(const StageCost& cost, const MoveCost& copies,
                        const MeasureOptions& options);
 
@@ -69,9 +68,9 @@ class Trial {
   std::pair<at::Tensor, std::shared_ptr<Saves>> forward_noting();
   at::Tensor forward_in(const CheckpointOptions& region, at::Tensor input) const;
   void backward(const at::Tensor& output) const;
-  /// What was before has ended, and left no casts.
+  /// Ends the work of the run before, and empties the cache of casts.
   void begin_run() const;
-  /// See Note [Inputs as in a chain].
+  /// Returns an input that only the caller holds: see Note [Inputs as in a chain].
   std::optional<at::Tensor> lone_input() const;
 
   void measure_bytes(StageCost& cost);
@@ -83,7 +82,8 @@ class Trial {
   void measure_seconds(StageCost& cost, int64_t repeats);
 
   void measure_moves(StageCost& cost, const MeasureOptions& options);
-  /// What is held for backward when nobody else holds the input, and whether that is.
+  /// Returns the bytes alive after forward if the stage alone holds its input, and whether the
+  /// input is.
   std::pair<int64_t, bool> held_after_forward(const std::shared_ptr<Depot>& depot) const;
   double seconds_of_two(const std::shared_ptr<Depot>& depot) const;
 

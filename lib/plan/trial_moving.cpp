@@ -1,4 +1,4 @@
-// What of a stage's saves can move, and how long it takes beside copies.
+// The part of a stage's saved tensors that can move, and the time of a stage beside copies.
 
 #include <ATen/core/Tensor.h>
 
@@ -47,7 +47,7 @@ double Trial::held_up_share(const StageCost& cost, const MoveCost& copies,
   const double store_s = copies.store_s_per_byte * bytes, load_s = copies.load_s_per_byte * bytes;
   if (!(store_s + load_s > 0)) return 1;
   double staying_s = std::numeric_limits<double>::infinity(), moving_s = staying_s;
-  constexpr int64_t times_repeats = 3;  // it is one stage for all, and a small difference
+  constexpr int64_t times_repeats = 3;  // one stage stands for all, and the difference is small
   for (int64_t i = 0; i < times_repeats * options.repeats; ++i) {
     staying_s = std::min(staying_s, seconds_of_two(nullptr));
     const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes, {});
@@ -55,15 +55,16 @@ double Trial::held_up_share(const StageCost& cost, const MoveCost& copies,
   }
   const double waiting_s =
       std::max(0.0, store_s - cost.forward_s) + std::max(0.0, load_s - cost.backward_s);
-  constexpr double least_share = 0.1;  // no move is free: less is noise, which a search would find
+  // No move is free: a smaller share is noise, which a search would exploit.
+  constexpr double least_share = 0.1;
   return std::max(least_share, (moving_s - staying_s - waiting_s) / (store_s + load_s));
 }
 
 // Note [Times of moves]
-// Copies are timed alone, of as many bytes as the stage that saves most can move. What runs beside
-// them is slower: it prepares them, and shares memory and cores. How much is the difference that
-// moving makes to a stage that is run twice, so that the copies of the first run are beside the
-// second, in forward and backward, less what is waited for.
+// Copies are timed alone, with as many bytes as the stage that can move most. Stages beside copies
+// are slower: they prepare the copies, and share memory and cores with them. This share is measured
+// with a stage that runs twice, so that copies of the first run are beside the second, in forward
+// and backward. It is the time that moving adds, without the time spent waiting for copies.
 double Trial::seconds_of_two(const std::shared_ptr<Depot>& depot) const {
   const StageClock& clock = measured_.clock;
   const auto start = clock.now();

@@ -35,7 +35,7 @@ std::string shapes_of(c10::ArrayRef<const c10::IValue> inputs) {
 }
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& fn) {
-  // Under a policy an operator comes once more, when it is run below autograd.
+  // Under a policy an operator is called a second time, when it runs below autograd.
   if (current_log == nullptr || seam::is_handling_operator()) return nullptr;
   current_log->add(
       fmt::format("{}({})", fn.name(), shapes_of(fn.inputs())),
@@ -48,8 +48,8 @@ bool has_any(std::string_view frame, std::initializer_list<std::string_view> wor
                      [&](std::string_view word) { return frame.find(word) != frame.npos; });
 }
 
-/// What leads from the call of an operator to its kernel and to this log tells a reader nothing,
-/// nor does a function of LibTorch's without a name.
+/// Returns whether a frame says nothing to a reader: it leads from the call of an operator to its
+/// kernel or to this log, or is a function of LibTorch's without a name.
 bool is_machinery(std::string_view frame) {
   return has_any(frame, {"/libremat", "remat::detail::", "RecordFunction", "c10::Dispatcher",
                          "c10::impl::", "at::_ops::", "at::redispatch::",
@@ -91,7 +91,7 @@ std::vector<std::string> OpLog::stack_at(int64_t number) const {
     rest.remove_prefix(std::min(end + 1, rest.size()));
     if (const std::size_t colon = frame.find(": "); frame.substr(0, 7) == "frame #" && colon < 12)
       frame.remove_prefix(colon + 2);
-    // Whoever asked for the recompute did not call the operator.
+    // Frames from here on asked for the recompute and did not call the operator.
     if (!frames.empty() && has_any(frame, {"SavedVariable::unpack"})) break;
     if (frame.empty() || is_machinery(frame)) continue;
     frames.emplace_back(frame.substr(0, max_frame_length));

@@ -1,5 +1,5 @@
 #pragma once
-// The operators a thread runs, by name and argument shapes, for debug reports. Bounded.
+// The operators that a thread runs, by name and argument shapes, for debug reports. Bounded.
 
 #include <ATen/record_function.h>
 #include <c10/util/Backtrace.h>
@@ -15,14 +15,14 @@ namespace remat {
 class OpLog {
  public:
   static constexpr std::size_t max_entries = 1024;
-  /// `stack` may be null; it is made readable only if somebody reads it.
+  /// Adds an operator. `stack` may be null; it becomes text only when a report reads it.
   void add(std::string text, c10::Backtrace stack);
-  /// Operators seen so far, the forgotten ones included.
+  /// Returns the number of operators seen so far, with the forgotten ones.
   int64_t size() const { return forgotten_ + static_cast<int64_t>(entries_.size()); }
-  /// The text of the operator with that number (from 0), empty if forgotten or not seen.
+  /// Returns the text of the operator with that number (from 0); empty if forgotten or not seen.
   std::string at(int64_t number) const;
-  /// The C++ functions that called it, innermost first, without those that lead from an operator's
-  /// call to this log. None unless the environment said REMAT_DEBUG_STACKS=1 when the pass began.
+  /// Returns the C++ functions that called the operator, innermost first, without those that lead
+  /// from the call to this log. Empty unless REMAT_DEBUG_STACKS was 1 when the pass began.
   std::vector<std::string> stack_at(int64_t number) const;
   bool keeps_stacks = false;
 
@@ -36,7 +36,7 @@ class OpLog {
   int64_t forgotten_ = 0;
 };
 
-/// While alive, every operator that this thread runs goes into `log` (null: no recording).
+/// Adds every operator that this thread runs to `log` for its lifetime (null: no recording).
 class OpLogScope {
  public:
   explicit OpLogScope(OpLog* log);

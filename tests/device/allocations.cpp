@@ -1,4 +1,5 @@
-// remat/allocations.h on the stand-in, whose allocator tells each allocation, rounded to 512 bytes.
+// remat/allocations.h on the stand-in, whose allocator reports each allocation, rounded to 512
+// bytes.
 
 #include "remat/allocations.h"
 
@@ -32,7 +33,7 @@ Tensor leaf_on(int index, at::IntArrayRef sizes) {
   return at::randn(sizes).to(stand_in::device(index)).requires_grad_();
 }
 
-/// The lines of a log about allocations.
+/// Returns the lines of a log about allocations.
 std::vector<std::string> told(const Recorder& recorder) {
   std::vector<std::string> lines;
   std::stringstream log(recorder.event_log());
@@ -56,7 +57,7 @@ class Profiler {
   }
   ~Profiler() { end(); }
   Profiler& operator=(Profiler&&) = delete;
-  /// How often it was told of memory of the stand-in.
+  /// Returns how often it received memory of the stand-in.
   int64_t end() {
     if (!is_on_) return 0;
     is_on_ = false;
@@ -170,7 +171,7 @@ TEST_CASE("an allocation that fails while they are recorded tells what was asked
   REQUIRE(failed.size() == 1);
   CHECK(failed[0].asked_bytes == 4000);
   CHECK(failed[0].held.at(0).region == "r");
-  // What the limit holds is no allocation of the program's.
+  // Memory held by the limit is not an allocation of the program.
   for (const std::string& line : told(recorder)) {
     const std::string words = "cates ";
     const auto at = line.find(words);
@@ -276,7 +277,7 @@ TEST_CASE("LibTorch's profiler and a guard of allocations do not disturb each ot
     CHECK(of_profiler >= 2);
     CHECK(told(recorder).empty());
   }
-  // One after the other.
+  // One after the other: the guard after the profiler.
   Profiler after;
   bytes_on(0, 1);
   CHECK(after.end() >= 2);

@@ -52,7 +52,7 @@ Tensors step(const Chain& chain, const Tensor& x) {
   return chain.take_grads();
 }
 
-/// The bytes and the gradients of a step without a budget.
+/// Returns the bytes and the gradients of a step without a budget.
 std::pair<int64_t, Tensors> plain_step(const Chain& chain, const Tensor& x) {
   chain.begin();
   MemoryMeter meter(chain.device);
@@ -65,7 +65,7 @@ int64_t share_of(double share, int64_t bytes) {
   return static_cast<int64_t>(share * static_cast<double>(bytes));
 }
 
-/// The device's allocator announces its allocations while this lives.
+/// Makes the device's allocator announce its allocations for its lifetime.
 struct Announced {
   Announced() {
     stand_in::set_before_allocation([](int64_t bytes) {
@@ -230,7 +230,7 @@ TEST_CASE("operators run again on the stream of forward, for which a reader else
   y.backward();
   require_bit_equal(chain.take_grads(), plain);
   CHECK(guard.report().reruns > 0);
-  // Results of another stream than the first are kept.
+  // Results on another stream than the first are not dropped.
   const int64_t recorded = guard.report().operators;
   {
     const stand_in::OnStream on(stand_in::stream(0, 4));

@@ -21,7 +21,7 @@ Tensor stand_in_leaf(const Tensor& values, int index = 0) {
   return values.detach().to(stand_in::device(index)).requires_grad_();
 }
 
-/// A "dropout" of the far device: a number of its generator times the tensor.
+/// A "dropout" on the device: a number of its generator times the tensor.
 Tensor noisy(const Tensor& t) { return (t * stand_in::draw(t.device().index())).sin(); }
 
 void require_same(const Tensor& actual, const Tensor& expected) {
@@ -63,7 +63,7 @@ TEST_CASE("with copies a function may write to its argument on a device", "[devi
     const Tensor x = stand_in_leaf(values);
     const Tensor given = x * 3;
     const Tensor y = run(given);
-    given.mul_(0);  // what comes later does no harm either
+    given.mul_(0);  // later changes do no harm either
     return grad_of(y, {x})[0];
   };
   Calls calls;
@@ -136,7 +136,7 @@ TEST_CASE("a device that is first used inside a region draws the same numbers ag
   const Tensor x = leaf({4});
   std::vector<double> drawn;
   stand_in::forget_use(1);
-  // Its generator stands at the start of its stream, as a fresh device's does.
+  // Its generator is at the start of its stream, like that of a new device.
   const auto f = [&](const Tensor& t) {
     const Tensor moved = t.to(stand_in::device(1));
     drawn.push_back(stand_in::draw(1));
@@ -336,13 +336,13 @@ TEST_CASE("what an inner backward saves on threads of two devices is right or a 
   }
   CAPTURE(num_right);
   CHECK(num_right + num_refused == 40);
-  // The device's thread lets go of a backward that has thrown before it begins another one.
+  // The device's thread releases a failed backward before it begins another one.
   CHECK(at::equal(grads(false), plain));
 }
 
 namespace {
 
-/// Lets threads go when two have come, or not at all for want of a second.
+/// Releases its threads when two have come, or after a second without the other one.
 class Meeting {
  public:
   bool wait() {
@@ -360,7 +360,7 @@ class Meeting {
 Meeting* meeting = nullptr;
 std::atomic<int> num_met{0};
 
-/// sin, whose backward reads what it saved when another one does, too.
+/// sin, whose backward reads its saved tensor at the same time as another backward.
 struct SinThatMeets : torch::autograd::Function<SinThatMeets> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
     ctx->save_for_backward({x});
@@ -422,7 +422,7 @@ TEST_CASE("a recompute runs on the device and streams of forward", "[device][str
   SECTION("read by hand, on another stream") {
     const Tensor saved = read_saved(y, &SinBackward0::self_);
     require_same(saved.detach(), x.detach());
-    // Forward's stream waits for the reader's; then the reader's for what was made on forward's.
+    // Forward's stream waits for the reader's; then the reader's for the results on forward's.
     CHECK(stand_in::log() == std::vector<std::string>{"record 0", "wait 3 for 0", "record 0",
                                                       "wait 3 for 0", "use on 3", "record 3",
                                                       "wait 0 for 3", "use on 0"});
@@ -471,7 +471,7 @@ TEST_CASE("a function that switches streams: each reader waits for the stream of
   CHECK(std::count(log.begin(), log.end(), "wait 0 for 7") == 1);
   CHECK(std::count(log.begin(), log.end(), "use on 0") == 1);
   stand_in::clear_log();
-  read_saved_output(y, &ExpBackward0::result_);  // made on the stream that is current
+  read_saved_output(y, &ExpBackward0::result_);  // made on the current stream
   const auto second_log = stand_in::log();
   CHECK(std::count(second_log.begin(), second_log.end(), "use on 0") == 0);
 }
@@ -517,7 +517,7 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
 
 TEST_CASE("what a policy moves is copied before anybody can write to it",
           "[device][rule-15][OFF-17]") {
-  // Copies run late here, and a write past the version counter is seen by nobody.
+  // Copies run late here, and no check sees a write past the version counter.
   const Tensor values = at::randn({32, 32});
   const auto f = [](const Tensor& x) {
     const Tensor product = x.mm(x);
@@ -534,7 +534,7 @@ TEST_CASE("what a policy moves is copied before anybody can write to it",
 
 TEST_CASE("a result that waits on the CPU, and that the region writes to, is computed again",
           "[device][rule-15][OFF-17]") {
-  // What waits is as it was before the write, which the recompute has to repeat.
+  // The stored value is from before the write, which the recompute must repeat.
   const Tensor values = at::randn({8, 8});
   const auto f = [](const Tensor& x) { return x.mm(x).mul_(2).sin(); };
   const Tensor plain = stand_in_leaf(values), x = stand_in_leaf(values);
@@ -575,9 +575,9 @@ TEST_CASE("an offloaded argument without grad leaves the device with the program
 TEST_CASE("a named value that waits on the CPU is no call of the region's",
           "[device][rule-15][OFF-17]") {
   const Tensor values = at::randn({8, 8});
-  // The function copies to and from the CPU as well: its calls are compared with forward's.
+  // The function also copies to and from the CPU, so its calls are compared with forward's.
   const auto f = [](const Tensor& x) {
-    // No call made it as it is, so it is kept itself; an argument would stay where it is.
+    // No single call made this value, so it is kept itself; an argument would stay where it is.
     const Tensor named = remat::checkpoint_name((x * 1).add_(0), "named");
     const Tensor there = named.sin().to(at::kCPU).exp();
     return there.to(x.device()).mm(named).tanh();
@@ -600,7 +600,7 @@ TEST_CASE("a named value that waits on the CPU is no call of the region's",
 TEST_CASE("what waits on the CPU comes back with its strides",
           "[device][rule-15][OFF-11][OFF-12]") {
   const Tensor values = at::randn({8, 8});
-  // A view is no call's, so that it is kept itself.
+  // No single call makes a view, so it is kept itself.
   const auto f = [](const Tensor& t, Tensor (*view)(const Tensor&)) {
     return remat::checkpoint_name(view(t * 1), "view").sin().exp();
   };

@@ -17,7 +17,7 @@ Tensor stand_in_leaf(const Tensor& values, int index) {
   return values.detach().to(stand_in::device(index)).requires_grad_();
 }
 
-/// Waits until all threads are here, or that does not happen.
+/// Waits until all threads are here, or for a limited time.
 class Meeting {
  public:
   explicit Meeting(int num_threads) : num_threads_(num_threads) {}
@@ -72,7 +72,7 @@ TEST_CASE("threads with a device each draw again what they drew, and disturb nob
 TEST_CASE("what another thread draws on its device while save_region runs is passed over by nobody",
           "[device][rule-11][rule-15]") {
   for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);  // both are in use
-  std::vector<double> others;  // of the thread whose device 1 is
+  std::vector<double> others;  // of the thread that owns device 1
   enum class Turn { Main, Other, End };
   std::atomic<Turn> turn{Turn::Other};
   const auto await = [&turn](Turn mine) {
@@ -93,7 +93,7 @@ TEST_CASE("what another thread draws on its device while save_region runs is pas
     await(Turn::Main);
   };
   std::vector<double> drawn;
-  std::thread own([&] {  // that has claimed no other device
+  std::thread own([&] {  // has claimed no other device
     await(Turn::Main);
     const Tensor x = stand_in_leaf(at::ones({3}), 0);
     const Tensor y = checkpoint(
@@ -134,8 +134,8 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
   std::atomic<bool> is_forward = true, have_met = false;
   for (Program& each : programs) {
     each.x = leaf({3});
-    // The tensor that backward asks for first is on the CPU: it recomputes on the thread that calls
-    // it.
+    // The tensor that backward reads first is on the CPU, so the recompute runs on the calling
+    // thread.
     const auto f = [&](const Tensor& t) {
       each.drawn.push_back(stand_in::draw(0));
       const Tensor between = (t.to(stand_in::device(0)) * each.drawn.back()).sin().to(at::kCPU);
@@ -161,7 +161,7 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
 
 TEST_CASE("a recompute inside another one, on the device's thread, need not wait for it",
           "[device][rule-11]") {
-  std::vector<std::vector<double>> runs;  // what each run of the region drew itself
+  std::vector<std::vector<double>> runs;  // numbers drawn by each run of the region itself
   std::vector<double> inner;
   const auto f = [&](const Tensor& t) {
     std::vector<double> drawn{stand_in::draw(0)};
@@ -228,7 +228,7 @@ TEST_CASE("a region draws on a device on which none of its tensors is", "[device
   CAPTURE(keeps);
   std::vector<double> drawn;
   const auto f = [&](const Tensor& t) {
-    // What is added, and where it was, is of no interest to autograd.
+    // Autograd is not interested in the added numbers and their device.
     const auto add = [&](const Tensor& u) {
       const Tensor noise = at::full({3}, stand_in::draw(1)).to(stand_in::device(1));
       return (u.to(stand_in::device(1)) + noise).to(stand_in::device(0));
@@ -256,12 +256,12 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
     void check() const {
       REQUIRE(runs.size() >= 2);
       REQUIRE(runs.back().size() == 2);
-      for (const auto& each : runs)  // one that forward waited for was stopped early
+      for (const auto& each : runs)  // a recompute for which forward waited was stopped early
         for (std::size_t i = 0; i < each.size(); ++i) CHECK(each[i] == runs.front()[i]);
     }
     std::vector<double>& begin() { return runs.emplace_back(); }
   } first, second;
-  // On the CPU's thread; its own backward needs the device's.
+  // Runs on the CPU's thread; its own backward needs the device's.
   const auto f = [&](const Tensor& t) {
     std::vector<double>& drawn = first.begin();
     const Tensor u = t.to(stand_in::device(0)) * drawn.emplace_back(stand_in::draw(0));
@@ -272,7 +272,7 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
     const Tensor slope = torch::autograd::grad({u.sin().sum()}, {u}, {}, true)[0];
     return (u * slope * drawn.emplace_back(stand_in::draw(0))).to(at::kCPU) * t;
   };
-  // On the device's thread meanwhile.
+  // Runs on the device's thread meanwhile.
   const auto g = [&](const Tensor& t) {
     std::vector<double>& drawn = second.begin();
     const Tensor u = (t * drawn.emplace_back(stand_in::draw(0))).sin();
@@ -298,7 +298,7 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
 
 TEST_CASE("recomputes of one thread need not wait for each other", "[device][rule-11]") {
   for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);
-  // While the first waits for the other device, its thread takes up the second.
+  // While the first waits for the other device, its thread starts the second.
   std::atomic<bool> is_backward = false;
   const auto f = [&](const Tensor& t) {
     const Tensor u = t * stand_in::draw(0);
@@ -320,7 +320,7 @@ TEST_CASE("recomputes of one thread need not wait for each other", "[device][rul
 
 TEST_CASE("a region does not wait for gradients that it keeps or was given", "[device]") {
   const Tensor x = stand_in_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(stand_in::device(0));
-  // What regions cost beside their functions, which take longer under a sanitizer, say.
+  // The cost of regions besides their functions, which take longer under a sanitizer, for example.
   constexpr int num_regions = 50;
   const auto seconds = [&](const remat::CheckpointOptions& options, const auto& f) {
     const auto timed = [&](const auto& run) {

@@ -19,7 +19,7 @@ Tensor bytes_on(int index, int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(stand_in::device(index)));
 }
 
-/// Makes the device small while it lives.
+/// Makes the device small for its lifetime.
 struct Small {
   explicit Small(int64_t bytes) { stand_in::set_total_bytes(bytes); }
   ~Small() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
@@ -131,7 +131,7 @@ TEST_CASE("a region fits under a device's limit that plain does not", "[device][
   const Tensor y = remat::checkpoint(chain, x);
   meter.reset_peak();
   require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
-  // Held: y, its gradient; recomputed: the seven that sin saves; a cosine and a product.
+  // Held: y and its gradient. Recomputed: the seven inputs of sin, a cosine and a product.
   CHECK(meter.peak_bytes() - before <= 11 * 8192);
   CHECK(meter.peak_bytes() - before >= 9 * 8192);
 }
@@ -192,13 +192,13 @@ TEST_CASE(
   const Small small(1 << 20);
   const at::Device device = stand_in::device(0);
   const MemoryMeter meter(device);
-  stand_in::live_bytes();  // waits until the device's thread has let go of the last backward
+  stand_in::live_bytes();  // waits until the device's thread has released the last backward
   const int64_t before = meter.live_bytes();
   Tensor other;
   std::optional<MemoryLimitGuard> limit;
   {
     const Hook hook([&](int64_t bytes) {
-      if (bytes > 100'000 && !other.defined())  // what the limit holds
+      if (bytes > 100'000 && !other.defined())  // the held memory of the limit
         std::thread([&] { other = bytes_on(0, 5000); }).join();
     });
     limit.emplace(before + 50'000, device);
@@ -224,7 +224,7 @@ TEST_CASE(
   int64_t num_refused = 0;
   {
     const Hook hook([&](int64_t bytes) {
-      if (bytes > 20'000 && bytes != 100'000)  // what the tighter one holds
+      if (bytes > 20'000 && bytes != 100'000)  // the held memory of the tighter limit
         std::thread([&] {
           try {
             bytes_on(0, 100'000);

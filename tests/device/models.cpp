@@ -24,7 +24,7 @@ struct Target {
   at::ScalarType dtype;
 };
 
-/// While alive, what autocast knows computes in the target's precision.
+/// Autocast to the target's precision for its lifetime.
 class Autocast {
  public:
   explicit Autocast(const Target& target) : type_(target.device.type()) {
@@ -47,7 +47,7 @@ class Autocast {
 
 enum class Checkpointing { None, EveryBlock, NestedGroups, SaveMatmuls, SaveByName };
 
-/// A block of a transformer, as the demo's: x + attention(norm(x)), then x + mlp(norm(x)).
+/// A block of a transformer, as in the demo: x + attention(norm(x)), then x + mlp(norm(x)).
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(double dropout) {
     const torch::nn::LayerNormOptions normed({width});
@@ -82,7 +82,7 @@ struct ModelImpl : torch::nn::Module {
       blocks.push_back(register_module("block" + std::to_string(i), Block(dropout)));
     output = register_module("output", torch::nn::Linear(width, vocabulary));
   }
-  /// As stages of a chain, the last of which is the loss.
+  /// Returns the stages of a chain, the last of which is the loss.
   std::vector<Stage> stages(const Tensor& targets) {
     std::vector<Stage> all{[this](const Tensor& ids) { return embedding(ids); }};
     for (Block& each : blocks)
@@ -126,7 +126,8 @@ struct ModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(Model);
 
-/// Attention is one kernel on the CPU and several elsewhere; while it lives, several everywhere.
+/// Attention is one kernel on the CPU and several elsewhere. For its lifetime it is several
+/// everywhere.
 class SeveralKernels {
  public:
   SeveralKernels() { at::globalContext().setSDPUseFlash(false); }
@@ -142,7 +143,7 @@ struct Step {
   std::vector<Tensor> gradients{};  ///< on the CPU
 };
 
-/// One step of the model, with the seed's dropout.
+/// Runs one step of the model, with the seed's dropout.
 Step step(const Target& target, Checkpointing way, double dropout) {
   const MemoryMeter first(target.device);
   at::manual_seed(3);
@@ -226,12 +227,12 @@ TEST_CASE("a transformer trains on a device as on the CPU, in its bytes", "[devi
     INFO(dtype);
     const Step cpu = step({at::kCPU, dtype}, Checkpointing::None, 0);
     const Step plain = step({stand_in::device(), dtype}, Checkpointing::None, 0);
-    // What is one kernel there may be several here, and round otherwise.
+    // A single kernel on the CPU may be several here, with other rounding.
     for (std::size_t i = 0; i < cpu.gradients.size(); ++i)
       CHECK(at::allclose(plain.gradients[i], cpu.gradients[i], dtype == at::kFloat ? 1e-4 : 0.1,
                          dtype == at::kFloat ? 1e-6 : 1e-2));
-    // An accelerator's autocast computes the loss in float, the CPU's does not: the logarithms that
-    // it saves.
+    // An accelerator's autocast computes the loss in float, but the CPU's does not. The difference
+    // is the saved logarithms.
     const int64_t more = dtype == at::kFloat ? 0 : batch * length * vocabulary * 2;
     CHECK(plain.held_bytes == cpu.held_bytes + more);
     for (const Checkpointing way : {Checkpointing::EveryBlock, Checkpointing::NestedGroups,
@@ -259,7 +260,7 @@ TEST_CASE("recomputes of a model on a device draw the dropout of its generator a
       require_bit_equal(step(target, way, 0.1).gradients, plain.gradients);
       CHECK(stand_in::position() == drawn);
     }
-    // Dropout is on, and other numbers give other gradients.
+    // Dropout is on: other numbers give other gradients.
     CHECK_FALSE(bit_equal(step(target, Checkpointing::None, 0).gradients[0], plain.gradients[0]));
   }
 }
@@ -293,7 +294,7 @@ TEST_CASE("forward and recompute cast alike under a device's autocast", "[device
   seen.clear();
   const int64_t products = stand_in::num_kernels("aten::mm");
   const Tensors checkpointed = gradients(true);
-  // Two in forward, the two again, and two for each of the two gradients.
+  // Two in forward, two in the recompute, and two for each of the two gradients.
   CHECK(stand_in::num_kernels("aten::mm") == products + 2 + 2 + 4);
   const std::vector<at::ScalarType> twice{at::kBFloat16, at::kFloat, at::kBFloat16,
                                           at::kBFloat16, at::kFloat, at::kBFloat16};
@@ -301,7 +302,7 @@ TEST_CASE("forward and recompute cast alike under a device's autocast", "[device
   require_bit_equal({checkpointed[0].cpu(), checkpointed[1].cpu()},
                     {plain[0].cpu(), plain[1].cpu()});
   CHECK(checkpointed[1].scalar_type() == at::kFloat);
-  // The same without autocast is another gradient.
+  // The same layer without autocast has another gradient.
   const Tensor wide = torch::autograd::grad({layer(x).square().sum()}, {weight})[0];
   CHECK_FALSE(bit_equal(wide.cpu(), plain[1].cpu()));
 }

@@ -74,14 +74,14 @@ TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[
   CHECK(stand_in::pinned_bytes() == before);
   step(true);
   const int64_t after = stand_in::pinned_bytes();
-  if (!at::hasCUDA()) CHECK(after > 0);  // else it is CUDA's
+  if (!at::hasCUDA()) CHECK(after > 0);  // else CUDA owns page-locked memory
   step(true);
   CHECK(stand_in::pinned_bytes() == after);
 }
 
 TEST_CASE("a small tensor does not take a page-locked buffer that a large one needs again",
           "[device][OFF-14]") {
-  if (at::hasCUDA()) return;  // then it is CUDA's
+  if (at::hasCUDA()) return;  // then CUDA owns it
   constexpr int64_t small = 300'000, large = 2'000'000;
   const auto saved = [](int64_t size) {
     const Tensor x = offload::stand_in_leaf(far_device, {size});
@@ -120,7 +120,7 @@ TEST_CASE("copies run beside the work, and reads wait for them", "[device]") {
     CHECK(stand_in::num_queued_copies() > 0);  // forward did not wait
     REQUIRE(log.size() >= 4);
     CHECK(log[0] == "record 0");
-    CHECK(log[1].starts_with("wait "));  // the copy waits for what was queued
+    CHECK(log[1].starts_with("wait "));  // the copy waits for the queued work
     CHECK(std::count_if(log.begin(), log.end(),
                         [](const std::string& e) { return e.starts_with("use on "); }) == 1);
   }
@@ -168,7 +168,7 @@ TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[de
       x * 2, p);
   CHECK(far_device.live_bytes() - before == offload::bytes_of(y));
   offload::require_same(grad_of(y, {x, p}), grad_of(f(f(x * 2, p), p), {x, p}));
-  // One that is changed afterwards raises, as one that stayed.
+  // An input that is changed later raises, like one that stayed.
   const Tensor h = x * 2;
   const Tensor z = remat::checkpoint({.offload_inputs = true}, f, h, p);
   h.detach().add_(1);
@@ -270,7 +270,7 @@ struct FailingGuardCopy {
   ~FailingGuardCopy() { stand_in::fail_copy_after(-1); }
 };
 
-/// No more page-locked memory than there is, and so many bytes.
+/// Leaves no more page-locked memory than is in use, and `beyond` bytes.
 struct ShortPinnedMemory {
   explicit ShortPinnedMemory(int64_t beyond) {
     stand_in::set_total_pinned_bytes(stand_in::pinned_bytes() + beyond);
@@ -278,7 +278,7 @@ struct ShortPinnedMemory {
   ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
 };
 
-/// Holds up copies that other threads make, until it is told to let them go.
+/// Blocks copies on other threads until it lets them go.
 class HeldUpCopies {
  public:
   HeldUpCopies() {
@@ -300,7 +300,7 @@ class HeldUpCopies {
     state_->is_open = true;
     state_->changed.notify_all();
   }
-  /// Whether another thread comes to a copy.
+  /// Returns whether another thread comes to a copy.
   bool holds_one() {
     std::unique_lock<std::mutex> lock(state_->mutex);
     return state_->changed.wait_for(lock, std::chrono::seconds(60),
@@ -317,12 +317,11 @@ class HeldUpCopies {
   const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-/// Something for two page-locked chunks, whose size is the library's, and for nothing else.
+/// Room for two page-locked chunks of the library's size, and for nothing else.
 constexpr int64_t two_chunks = 2 * (4 << 20);
 constexpr int64_t large = 9'000'000;  // bytes of more than two chunks
 
-/// What was begun to be copied through chunks is, or has failed: the thread that does it writes
-/// files after that.
+/// Waits until copies through chunks have ended or failed: their thread writes files after them.
 void wait_for_chunks() {
   const Folder folder;
   const Tensor near = at::randn({16}).requires_grad_();
@@ -380,7 +379,7 @@ TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device
     CAPTURE(n);
     Tensor y;
     try {
-      const remat::testing::Warnings warnings;  // tiers leave it where it was
+      const remat::testing::Warnings warnings;  // tiers leave the tensor where it was
       const FailingGuardCopy failing(n);
       y = forward();
     } catch (const c10::Error& error) {
@@ -401,7 +400,7 @@ TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device
     }
     require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
   }
-  // The engine's thread of the device lets go late.
+  // The engine's thread of the device releases memory late.
   for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   CHECK(stand_in::live_bytes() == before);
@@ -415,7 +414,7 @@ TEST_CASE("inputs that are on their way to the CPU hold no more of the device th
     Tensors inputs, results;
     for (int64_t i = 0; i < count; ++i) {
       const Tensor x = at::ones({int64_t{5} << 20}).to(stand_in::device()).requires_grad_();
-      inputs.push_back(x * 1);  // memory that is freed would wait for its copy by itself
+      inputs.push_back(x * 1);  // freed memory would wait for its copy by itself
       results.push_back(remat::checkpoint(
           {.offload_inputs = true}, [](const Tensor& t) { return t.sin(); }, inputs.back()));
     }
@@ -445,7 +444,7 @@ TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OF
   const auto bytes_in = [&] { return recorder.report().devices.front().bytes_in; };
   CHECK(bytes_in() == (1 + std::min<int64_t>(depth, 5)) * size);
   CHECK(counters->now().loads == 1);
-  CHECK(stand_in::live_bytes() == before);  // nobody asked for the rest
+  CHECK(stand_in::live_bytes() == before);  // no read of the rest
   offload::require_same(grad_of(y, {x}), {plain});
   CHECK(counters->now().loads == 1 + 6);
   CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
@@ -495,7 +494,7 @@ TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF
   CHECK(stand_in::live_bytes() - before == (1 + num_staying) * size);
   offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
   CHECK(counters->now().loads == 8 - num_staying);
-  // What stays says what comes next, too.
+  // Tensors that stay also tell which tensors come next.
   if (pin_memory)
     CHECK(counters->now().loads_ahead == std::max<int64_t>(0, 8 - std::max<int64_t>(1, keep_last)));
   offload::require_same(grad_of(y, {x}), {plain});
@@ -540,14 +539,14 @@ TEST_CASE("an exception between a copy and its use lets go of both, and the rest
     const remat::SaveInTiersGuard guard({.device_bytes = size, .min_bytes = 0});
     return program();
   };
-  // Copies out are on their way.
+  // Copies out are under way.
   CHECK_THROWS_WITH(under_guard([&]() -> Tensor {
                       sines(x + 1, 6);
                       throw std::runtime_error("stop in forward");
                     }),
                     contains("stop in forward"));
   CHECK(stand_in::live_bytes() == before);
-  // Copies back are on their way when a node of backward throws.
+  // Copies back are under way when a node of backward throws.
   Tensor middle;
   const Tensor y = under_guard([&] {
     middle = sines(x + 1, 4);
@@ -570,7 +569,7 @@ TEST_CASE("an exception between a copy and its use lets go of both, and the rest
 TEST_CASE(
     "page-locked memory that is short is warned about once, and what is beyond goes through chunks",
     "[device][faults]") {
-  if (at::hasCUDA()) return;  // then it is CUDA's
+  if (at::hasCUDA()) return;  // then CUDA owns it
   const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
   const Tensor plain = grad_of(sines(x + 1, 3), {x})[0];
   const ShortPinnedMemory none(two_chunks);
@@ -604,7 +603,7 @@ TEST_CASE("memory of the host that is short is warned about once", "[device][fau
     {
       int64_t pages = 0;
       std::ifstream("/proc/self/statm") >> pages;
-      // So much is left that all succeeds, but no twentieth of it.
+      // Enough is left for everything, but less than a twentieth of it.
       const auto used = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE));
       const Limit limit(RLIMIT_AS, used + (rlim_t{1} << 25));
       const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
@@ -618,7 +617,7 @@ TEST_CASE("memory of the host that is short is warned about once", "[device][fau
 #endif
 
 TEST_CASE("copies from and to ordinary memory do not hold up the program", "[device][OFF-14]") {
-  if (at::hasCUDA()) return;  // then page-locked memory is CUDA's
+  if (at::hasCUDA()) return;  // then CUDA owns page-locked memory
   const bool has_chunks = GENERATE(true, false);
   CAPTURE(has_chunks);
   const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
@@ -630,8 +629,8 @@ TEST_CASE("copies from and to ordinary memory do not hold up the program", "[dev
     HeldUpCopies held_up;
     const remat::SaveOnCpuGuard guard({.pin_memory = true});
     y = sines(x + 1, 5);
-    CHECK(held_up.holds_one());  // by another thread, while forward has gone on
-    // What is not copied yet is on the device.
+    CHECK(held_up.holds_one());  // on another thread, while forward continues
+    // Tensors without a copy so far are on the device.
     CHECK(stand_in::live_bytes() - before == 6 * large);
   }
   for (int i = 0; i < 5000 && stand_in::live_bytes() - before != large; ++i)
@@ -654,7 +653,7 @@ TEST_CASE(
   int64_t most = 0;
   Tensor y;
   {
-    // Nothing is copied until forward must wait for it, or has ended.
+    // No copy runs until forward must wait for it, or has ended.
     HeldUpCopies held_up;
     const auto later = std::async(std::launch::async, [&] {
       std::this_thread::sleep_for(std::chrono::seconds(3));
@@ -668,7 +667,7 @@ TEST_CASE(
     }
     later.wait();
   }
-  // What is on its way, and the result.
+  // Tensors on their way, and the result.
   CHECK(most <= std::min(max_bytes, int64_t{64} << 20) + large);
   CHECK(most >= 2 * large);
   offload::require_same(grad_of(y, {x}), {plain});
@@ -790,7 +789,7 @@ TEST_CASE("inputs of regions, policies and tiers move through chunks, too", "[de
 
 namespace {
 
-/// The thread that copies through chunks is at the first one of another tensor.
+/// Keeps the thread that copies through chunks at the first chunk of another tensor.
 class BusyWithChunks {
  public:
   static constexpr int64_t num_copies = 3;
@@ -826,7 +825,7 @@ TEST_CASE("a policy's copies through chunks do not hold up the end of its region
   BusyWithChunks busy(x);
   const int64_t before = stand_in::live_bytes();
   const Tensor y = checkpoint(options, f, x);
-  // The result, and two that nobody has copied yet.
+  // The result, and two tensors without a copy so far.
   CHECK(stand_in::live_bytes() - before == 3 * side * side * 4);
   busy.end();
   offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
@@ -880,7 +879,7 @@ TEST_CASE("a copy through chunks that fails is an error where it must be made an
     } else {
       forward();
     }
-    // It has stayed where it was.
+    // The tensor has stayed where it was.
     offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
     CHECK(count_of(warnings.texts, "stays on its device, since it could not be copied") ==
           (must && is_known ? 0 : 1));
@@ -891,7 +890,7 @@ TEST_CASE("a copy through chunks that fails is an error where it must be made an
   CHECK(stand_in::live_bytes() == before);
 }
 
-// Last: the pool remembers that there is none.
+// Last: the pool remembers that there is no page-locked memory.
 TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
   const NoPinnedMemory none;
   const Tensor x = offload::stand_in_leaf(far_device, {9'000'000});  // more than the pool has free

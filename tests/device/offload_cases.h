@@ -1,5 +1,5 @@
 #pragma once
-// What offloading promises on any accelerator: the stand-in of stand_in.h, or a real one.
+// The promises of offloading on any accelerator: the stand-in of stand_in.h, or a real one.
 
 #include <functional>
 #include <memory>
@@ -44,7 +44,7 @@ inline Tensor stand_in_leaf(const Accelerator& on, at::IntArrayRef sizes) {
   return at::randn(sizes).to(on.device).requires_grad_();
 }
 
-/// Values that come back from a guard.
+/// Returns the values after a save and a read under a guard.
 inline Tensor through(const Tensor& t, bool pin_memory) {
   torch::autograd::SavedVariable variable;
   {
@@ -83,7 +83,7 @@ inline void device_bytes_are_those_without_grad(const Accelerator& on, bool pin_
 /// OFF-07
 inline void smaller_tensors_stay(const Accelerator& on, bool pin_memory) {
   const Tensor x = stand_in_leaf(on, {1024});
-  // Of (x + 1).sin(), beside its result: x + 1, which sin saves.
+  // Measures the bytes of (x + 1).sin() besides its result: x + 1, which sin saves.
   const auto held = [&](int64_t min_bytes) {
     const int64_t before = on.live_bytes();
     Tensor y;
@@ -111,7 +111,7 @@ inline void what_three_layers_save_leaves_the_device(const Accelerator& on, bool
     const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
     y = f();
   }
-  // On the device a tensor may take more than its bytes; two would show.
+  // On the device a tensor may take more than its bytes; two tensors would exceed this bound.
   CHECK(on.live_bytes() - before < 2 * 512 + bytes_of(y));
   require_same(grad_of(y, layers.all()), plain);
 }
@@ -171,7 +171,7 @@ inline void offloaded_inputs_give_plain_gradients(const Accelerator& on, int64_t
   CHECK(on.live_bytes() == before);
 }
 
-/// OFF-05: a backward that hands out a view of what it unpacked.
+/// OFF-05: a backward that returns a view of the tensor that it unpacked.
 struct GivesView : torch::autograd::Function<GivesView> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& s) {
     ctx->save_for_backward({s});
@@ -197,7 +197,7 @@ inline void a_view_of_an_unpacked_tensor_lives(const Accelerator& on, bool pin_m
     const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
     y = f();
   }
-  for (int i = 0; i < 8; ++i) at::full({64, 64}, 7.f).to(on.device);  // what was freed is used
+  for (int i = 0; i < 8; ++i) at::full({64, 64}, 7.f).to(on.device);  // freed memory is used
   require_same(grad_of(y, {x}), plain);
 }
 
@@ -246,7 +246,7 @@ inline void a_second_backward_reads_again(const Accelerator& on, bool pin_memory
   }
   const int64_t before = on.live_bytes();
   require_same(grad_of(y, {x}, {.retain_graph = true}), plain);
-  CHECK(on.live_bytes() == before);  // what was copied ahead is gone
+  CHECK(on.live_bytes() == before);  // copies made ahead are gone
   require_same(grad_of(y, {x}), plain);
 }
 

@@ -15,7 +15,7 @@ constexpr int64_t batch_bytes = 4 * rows * width;
 /// Two parts of layers, each on a device of its own, or both on the CPU.
 class Model {
  public:
-  /// With the same numbers wherever it is.
+  /// Makes the same numbers on any device.
   Model(at::Device first, at::Device second) {
     at::manual_seed(11);
     for (std::size_t part = 0; part < 2; ++part)
@@ -34,7 +34,7 @@ class Model {
       for (const Tensor& each : part) all.push_back(each.grad().cpu());
     return all;
   }
-  /// So that no step allocates them.
+  /// Allocates the gradients, so that no step does.
   void make_gradients() {
     for (const Tensors& part : weights_)
       for (const Tensor& each : part) each.mutable_grad() = at::zeros_like(each);
@@ -44,8 +44,8 @@ class Model {
   std::array<Tensors, 2> weights_;
 };
 
-/// All forwards, then all backwards, last one first: what waits between the two is what a pipeline
-/// holds.
+/// Runs all forwards, then all backwards, the last one first. Tensors that wait between the two are
+/// the memory of a pipeline.
 void step(const Model& model, const Tensors& batches, bool has_regions) {
   const auto part = [&](std::size_t index, const Tensor& x) {
     const auto run = [&model, index](const Tensor& t) { return model.run(index, t); };
@@ -93,8 +93,8 @@ TEST_CASE("a pipeline over two devices: gradients, bytes and times of each", "[d
     stand_in::live_bytes();
     require_bit_equal(model.gradients(), near.gradients());
 
-    // Between the passes: on the first device nothing but the batches that were there before, and
-    // its results until they are copied; on the second the copies.
+    // Between the passes the first device holds only the batches from before, and its results until
+    // they are copied; the second holds the copies.
     const int64_t peak_here = here.peak_bytes() - before_here;
     const int64_t peak_there = there.peak_bytes() - before_there;
     CHECK(plain_here - peak_here >= (num_micro_batches - 1) * 3 * batch_bytes);
@@ -113,7 +113,7 @@ TEST_CASE("a pipeline over two devices: gradients, bytes and times of each", "[d
       CHECK(each.device_forward_s > 0);
       CHECK(each.device_recompute_s > 0);
     }
-    // Every run is on its own device's timeline, and on no other.
+    // Every run is on its own device's timeline only.
     const std::string page = recorder.to_html();
     const auto count = [&](const std::string& part) {
       int64_t found = 0;

@@ -20,7 +20,7 @@ Tensor leaf_on(int index) {
   return at::randn({num_elements}).to(stand_in::device(index)).requires_grad_();
 }
 
-/// Stages of so many sines each, and a loss.
+/// Returns stages of `counts` sines each, and a loss.
 std::vector<Stage> sines(const std::vector<int64_t>& counts) {
   std::vector<Stage> stages;
   for (const int64_t count : counts)
@@ -85,7 +85,7 @@ TEST_CASE("stages on a device cost its bytes and its time", "[device][plan]") {
   CHECK(stage.forward_tmp_bytes == 0);
   CHECK_FALSE(stage.saves_output);
   CHECK(stage.unsaved_tmp_bytes == bytes);
-  // Of each sine a kernel, and two in backward; the first two before the last save.
+  // Each sine is one kernel in forward and two in backward; the first two are before the last save.
   CHECK(stage.forward_s >= 0.030);
   CHECK(stage.forward_to_last_save_s >= 0.020);
   CHECK(stage.forward_to_last_save_s < stage.forward_s - 0.005);
@@ -161,7 +161,7 @@ TEST_CASE("plans of stages in two precisions peak on the device as predicted", "
     const Step done = step(plan, stages, x);
     const int64_t predicted = remat::simulate(cost, plan).peak_bytes;
     CHECK(done.peak_bytes <= predicted);
-    // Two inputs are charged that nobody saves.
+    // The plan charges two inputs that no stage saves.
     CHECK(done.peak_bytes >= predicted - 2 * bytes);
     require_bit_equal({done.gradient}, {plain.gradient});
   }
@@ -178,9 +178,9 @@ TEST_CASE("a plan that moves sends a device's values to the CPU or a file, withi
     const remat::MoveOptions moving{.directory = directory, .min_bytes = 0};
     ChainCost cost = remat::measure(stages, x, {.repeats = 1, .moving = moving});
     REQUIRE(cost.moving);
-    CHECK(cost.stages[2].movable_bytes == 2 * bytes);  // of three saved values one is the input
+    CHECK(cost.stages[2].movable_bytes == 2 * bytes);  // of three saved values, one is the input
     CHECK(cost.stages[2].has_movable_output);
-    // The stand-in's copies wait for the host; as if they were fast, so that plans move much.
+    // The stand-in's copies wait for the host. This makes them fast, so that plans move much.
     cost.moving = remat::MoveCost{.store_s_per_byte = 1e-15, .load_s_per_byte = 1e-15};
     const remat::Frontier frontier = remat::solve(cost);
     int64_t num_moving = 0;
@@ -216,8 +216,7 @@ TEST_CASE("a plan that moves brings values back beside the backward of the item 
     return in_backward - before;
   };
   const int64_t without = grown("[1 2 3 4]");
-  CHECK(grown("[1 mv[2] 3 4]") - without ==
-        3 * bytes);  // what stage 2 saved, which nobody has read yet
+  CHECK(grown("[1 mv[2] 3 4]") - without == 3 * bytes);  // saved by stage 2 and not read yet
 }
 
 TEST_CASE("a plan for what a device has free fits, and plain does not", "[device][plan]") {

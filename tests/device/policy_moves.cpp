@@ -1,4 +1,4 @@
-// What policies move, on the stand-in of stand_in.h, whose copies run as late as they may.
+// Moves of policies, on the stand-in of stand_in.h, whose copies run as late as they may.
 
 #include <algorithm>
 #include <chrono>
@@ -34,7 +34,7 @@ void require_same(const Tensor& actual, const Tensor& expected) {
   require_bit_equal({actual.cpu()}, {expected.cpu()});
 }
 
-/// However small.
+/// Returns the options without a least size of moved results.
 SelectiveOptions all(SelectiveOptions options = {}) {
   options.min_offload_bytes = 0;
   return options;
@@ -52,14 +52,14 @@ Policy answering(CheckpointPolicy answer, const SelectiveOptions& options = all(
       options);
 }
 
-/// Three products that backward reads, in the middle of what is computed again.
+/// Three products that backward reads, in the middle of recomputed operators.
 Tensor three_products(const Tensor& t) {
   Tensor h = t.sin();
   for (int i = 0; i < 3; ++i) h = h.mm(t).sin();
   return h.exp();
 }
 
-/// The device's thread lets go of the last things after a backward has returned.
+/// Waits for the device's thread, which releases the last tensors after a backward has returned.
 bool comes_to(int64_t bytes) {
   for (int i = 0; i < 2000 && stand_in::live_bytes() != bytes; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -81,7 +81,7 @@ struct SmallDevice {
   ~SmallDevice() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
 };
 
-/// A kernel that no operator and no version tells of.
+/// A kernel that is no operator and changes no version.
 void triple_past_dispatcher(const Tensor& t) {
   auto* const data = static_cast<float*>(t.data_ptr());
   for (int64_t i = 0; i < t.numel(); ++i) data[i] *= 3;
@@ -127,8 +127,7 @@ TEST_CASE(
   CHECK(report.bytes_offloaded == 6 * product);
   CHECK(report.offload_loads == 6);
   CHECK(report.bytes_loaded == 6 * product);
-  // Within a region in the order of its calls, then the region before it: nothing has to wait to be
-  // begun.
+  // Within a region in the order of its calls, then the region before it: every load begins early.
   CHECK(report.offload_loads_ahead == (depth == 0 ? 0 : 6));
   REQUIRE(queued_at_begin.size() == 2);
   CHECK((queued_at_begin[0] > 0) == (depth > 0));
@@ -178,14 +177,14 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   const Tensor plain = grad_of(plain_step(x), {x})[0];
   const Recorder recorder({.device_time = false});
   const int64_t before = stand_in::live_bytes();
-  Tensor y = x, last;  // what goes into the last region
+  Tensor y = x, last;  // the last region's input
   for (int i = 0; i < 3; ++i) y = checkpoint(options, f, last = y);
   const int64_t num_staying = std::min<int64_t>(keep_last, 9);
   CHECK(only_region(recorder.report()).offloaded == 9 - num_staying);
   CHECK(only_region(recorder.report()).bytes_offloaded == (9 - num_staying) * product);
-  // Results of regions are inputs of the next, or the last one.
+  // Results of regions are inputs of the next region, or the last result.
   CHECK(stand_in::live_bytes() - before == (3 + num_staying) * product);
-  // The first ones of the last region are among them.
+  // The first products of the last region are among those that moved.
   std::vector<int64_t> loads;
   after_product = [&] { loads.push_back(only_region(recorder.report()).offload_loads); };
   grad_of(y, {last}, {.retain_graph = true});
@@ -200,7 +199,7 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   CHECK(report.offloaded == 9 - num_staying);
   CHECK(report.offload_fallbacks == 0);
   CHECK(report.offload_loads == std::max<int64_t>(0, 3 - keep_last) + 9 - num_staying);
-  // What stays says what comes next, too.
+  // Results that stay also tell which results come next.
   CHECK(report.offload_loads_ahead == (depth == 0 ? 0 : report.offload_loads));
   require_same(grad_of(y, {x})[0], plain);
   y.reset();
@@ -224,7 +223,7 @@ TEST_CASE("what the program holds is none of the last, and moves when it is let 
   for (int i = 0; i < 3; ++i) y = checkpoint(options, f, y);
   CHECK(num_moved() == 0);
   held.clear();
-  y = checkpoint(options, f, y);  // its own is held
+  y = checkpoint(options, f, y);  // the input of this region is held
   CHECK(num_moved() == 2);        // of three, one is the last
   require_same(grad_of(y, {x}, {.retain_graph = true})[0], grad_of(f(f(f(f(x)))), {x})[0]);
   held.clear();
@@ -249,7 +248,7 @@ TEST_CASE("a result that stays and is written to after its region is noticed",
   const Tensor y = checkpoint({.policy = policy}, f, x);
   seen.add_(1);
   if (allows) {
-    require_same(grad_of(y, {x})[0], plain);  // the product is made again
+    require_same(grad_of(y, {x})[0], plain);  // the product is recomputed
     return;
   }
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() ==
@@ -280,7 +279,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
     if (must) {
       CHECK_THROWS_WITH(second(), contains("far failed to copy"));
       CHECK(!y.defined());
-      y = checkpoint(options, f, middle);  // it is tried again
+      y = checkpoint(options, f, middle);  // the copy is tried again
     } else {
       second();
     }
@@ -310,8 +309,8 @@ TEST_CASE("a forward that throws leaves nothing of what stayed",
 
 TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
           "[device][rule-15][OFF-17]") {
-  // As linear of a batch does with the product and the bias: through a tensor with a version of its
-  // own.
+  // Like linear of a batch with the product and the bias: through a tensor with a version counter
+  // of its own.
   const Tensor x = far_leaf(at::randn({width, width}).div_(width)),
                w = far_leaf(at::randn({width, width}).div_(width)),
                b = far_leaf(at::randn({width}));
@@ -325,12 +324,12 @@ TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
                                          .policy = products(all({.keep_last = keep_last}))};
   const Recorder recorder({.device_time = false});
   const Tensor y = checkpoint(options, f, checkpoint(options, f, x));
-  // As long as it is written to it cannot be copied.
+  // The product cannot be copied while it is written to.
   CHECK(only_region(recorder.report()).offloaded == (keep_last == 0 ? 0 : 1));
   const int64_t products_before = stand_in::num_kernels("aten::mm");
   const Tensors found = grad_of(y, {x, w, b});
   for (std::size_t i = 0; i < plain.size(); ++i) require_same(found[i], plain[i]);
-  // Two for each gradient, and those that are made again.
+  // Two for each gradient, and the recomputed ones.
   CHECK(stand_in::num_kernels("aten::mm") - products_before == (keep_last == 0 ? 6 : 4));
 }
 
@@ -352,7 +351,7 @@ TEST_CASE("copies of a policy hold no more of the device than asked for",
   const auto waits = [&](int64_t max_bytes) {
     const int64_t before = stand_in::num_waits();
     int64_t during = 0;
-    std::vector<Tensor> alive;  // memory that is freed would wait for its copies by itself
+    std::vector<Tensor> alive;  // freed memory would wait for its copies by itself
     const auto f = [&](const Tensor& t) {
       Tensor sum = t;
       for (int i = 0; i < 4; ++i) {
@@ -372,7 +371,7 @@ TEST_CASE("copies of a policy hold no more of the device than asked for",
   CHECK(waits(4 * product) == 0);
   CHECK(waits(3 * product) == 1);
   CHECK(waits(2 * product - 1) == 3);
-  CHECK(waits(0) == 3);  // each one is larger than that, and goes alone
+  CHECK(waits(0) == 3);  // each one is larger than that, and moves alone
 }
 
 TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of second order",
@@ -410,9 +409,9 @@ TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of se
     const Tensor first = grad_of(y, {x}, {.create_graph = true})[0];
     return grad_of(first.sin(), {x})[0];
   };
-  // The numbers by which the engine orders nodes are each thread's own, so that what the device's
-  // thread makes is summed in another order where it has made more. Moved contents that were lost
-  // would be more than a last bit.
+  // The engine orders nodes by numbers that each thread counts for itself. So sums on the device's
+  // thread have another order if that thread has made more nodes. Lost contents would differ by
+  // more than a last bit.
   const Tensor plain_second = second(plain(a), a).cpu();
   CHECK(at::allclose(second(f(b), b).cpu(), plain_second, 1e-5,
                      1e-6 * plain_second.abs().max().item<double>()));
@@ -534,7 +533,7 @@ TEST_CASE("what the program still has is copied before what the device does afte
 
 namespace {
 
-/// A Function that finishes a product by a kernel of its own.
+/// A Function that completes a product by a kernel of its own.
 struct TripledProduct : torch::autograd::Function<TripledProduct> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
     const Tensor h = x.mm(x);
@@ -596,7 +595,7 @@ TEST_CASE("a copy of a policy's that fails loses nothing", "[device][rule-15][fa
         y = checkpoint({.policy = answering(CheckpointPolicy::PreferCpuOffload)}, three_products,
                        x);
       }
-      CHECK(stand_in::live_bytes() == before + 2 * product);  // the result, and the one that stayed
+      CHECK(stand_in::live_bytes() == before + 2 * product);  // the result, and one that stayed
       require_same(grad_of(y, {x})[0], plain);
       CHECK(only_region(recorder.report()).offloaded == 2);
       CHECK(only_region(recorder.report()).offload_fallbacks == 1);
@@ -633,7 +632,7 @@ TEST_CASE("a copy back that fails is made again, or by the next try", "[device][
     CHECK(comes_to(before));
     require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
   }
-  CHECK(failed == (depth == 0 ? 3 : 0));  // what fails ahead is left to the read
+  CHECK(failed == (depth == 0 ? 3 : 0));  // a failure ahead is left to the read
   {
     const SmallDevice small(before + product / 2);
     CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), c10::OutOfMemoryError);
@@ -721,7 +720,7 @@ TEST_CASE("a policy in a region around moves beside the work, and back ahead of 
   };
   const Tensor y = checkpoint({.name = "outer"}, both, x);
   const int64_t before = stand_in::live_bytes();
-  // What the region around drops is not copied first.
+  // Values that the outer region drops are not copied first.
   const remat::Report forward = recorder.report();
   CHECK((forward.devices.empty() || forward.devices.front().bytes_out == 0));
   for (int pass = 1; pass <= 2; ++pass) {
@@ -751,12 +750,12 @@ TEST_CASE("the host waits for no copy of a policy in a region around",
   };
   const auto inner = [&](const Tensor& t) { return checkpoint({.policy = products()}, f, t); };
   const Tensor y = checkpoint(inner, x);
-  REQUIRE(queued == std::vector<int64_t>{0});  // what is dropped is not copied
+  REQUIRE(queued == std::vector<int64_t>{0});  // dropped values are not copied
   const int64_t waits = stand_in::num_waits();
   const Tensor gradient = grad_of(y, {x})[0];
   CHECK(stand_in::num_waits() == waits);
-  // The recompute of the outer region ends where the result is kept, so this is that of the inner
-  // one.
+  // The recompute of the outer region ends at the kept result, so this recompute is the inner
+  // region's.
   CHECK(queued.size() == 2);
   require_same(gradient, grad_of(f(x), {x})[0]);
 }
@@ -854,7 +853,7 @@ TEST_CASE("a region that compares contents compares those of what is moved insid
   const remat::CheckpointOptions outer{.determinism_check = remat::DeterminismCheck::Values};
   require_same(grad_of(checkpoint(outer, inner, x), {x})[0], grad_of(f(x), {x})[0]);
   const Tensor y = checkpoint(outer, inner, x);
-  *static_cast<float*>(factor.data_ptr()) = 2;  // no version tells of it
+  *static_cast<float*>(factor.data_ptr()) = 2;  // no version shows it
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() ==
         remat::CheckpointError::Kind::ValueMismatch);
   drop_ready_nodes();
@@ -941,11 +940,11 @@ TEST_CASE("a copy that fails in a region around loses nothing", "[device][rule-1
     CHECK(comes_to(before));
     require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
   }
-  CHECK(failed == 3);  // each copy out; what fails on its way back is brought back by the read
+  CHECK(failed == 3);  // each copy out; the read repeats a failed copy back
 }
 
 TEST_CASE("an expanded value that has moved comes back expanded", "[device][rule-15]") {
-  // What was changed in place is kept itself, else the call that made it.
+  // A value changed in place is kept itself, otherwise the call that made it.
   const bool is_changed = GENERATE(false, true);
   CAPTURE(is_changed);
   const Tensor x = far_leaf(at::randn({width})), w = far_leaf(at::randn({width, 9}));
@@ -968,7 +967,7 @@ TEST_CASE("a recorder says what regions move, bring back and wait for", "[device
   const remat::CheckpointOptions options{
       .name = "r", .policy = products(all({.prefetch_depth = 0})), .offload_inputs = true};
   const Tensor y = checkpoint(options, three_products, x * 1);
-  CHECK(only_region(recorder.report()).offload_wait_s > 0);  // what forward did for the copies
+  CHECK(only_region(recorder.report()).offload_wait_s > 0);  // forward's work for the copies
   grad_of(y, {x});
   stand_in::set_work_time(std::chrono::nanoseconds(0));
   const remat::Report report = recorder.report();
@@ -980,7 +979,7 @@ TEST_CASE("a recorder says what regions move, bring back and wait for", "[device
   CHECK(region.bytes_loaded == 3 * product);
   CHECK(region.offload_wait_s > 0);
   REQUIRE(!report.devices.empty());
-  CHECK(report.devices.front().waited_s >= 0.02);  // a stream waited for a copy at least
+  CHECK(report.devices.front().waited_s >= 0.02);  // at least a stream waited for a copy
   for (const std::string& text : {report.to_string(), recorder.to_html()}) {
     CHECK_THAT(text, contains("bytes offloaded"));
     CHECK_THAT(text, contains("brought back"));

@@ -21,13 +21,13 @@ namespace {
 
 constexpr std::chrono::milliseconds work_time(20);
 
-/// Each kernel and copy takes the device that long.
+/// Gives each kernel and copy of the device this time.
 struct SlowDevice {
   SlowDevice() { stand_in::set_work_time(work_time); }
   ~SlowDevice() { stand_in::set_work_time(std::chrono::nanoseconds(0)); }
 };
 
-/// The device has room for little.
+/// Makes the device small.
 struct SmallDevice {
   SmallDevice() { stand_in::set_total_bytes(1 << 20); }
   ~SmallDevice() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
@@ -86,7 +86,7 @@ TEST_CASE("a recorder takes the device's time, and waits for it only when asked"
   CHECK(stand_in::num_waits() > waits);
   const double each = std::chrono::duration<double>(work_time).count();
   const RegionReport& r = region(report, "r");
-  // Forward: two kernels; the recompute stops when the second sin has saved what it reads.
+  // Forward has two kernels. The recompute stops when the second sin has saved its input.
   CHECK(r.device_forward_s >= 2 * each);
   CHECK(r.device_forward_s < 2 * each + r.forward_s + 0.001);
   CHECK(r.device_recompute_s >= each);
@@ -272,8 +272,8 @@ TEST_CASE("an allocation that fails in a recompute finds recomputed bytes", "[de
   const Report report = recorder.report();
   REQUIRE(report.failed_allocations.size() == 1);
   REQUIRE(report.failed_allocations[0].held.size() == 1);
-  // Slots of what the first three read: the input and two results, of which the last is not there
-  // yet.
+  // Slots of the first three inputs: the region's input and two results, of which the last does not
+  // exist yet.
   CHECK(report.failed_allocations[0].held[0].recomputed_bytes == 3 * 4000);
   CHECK(report.failed_allocations[0].held[0].inputs_bytes == 4000);
 }
@@ -284,7 +284,7 @@ TEST_CASE("LibTorch's memory history of a device has the regions' names around t
   const Tensor x = leaf_on(0, {1000});
   const Tensor one = at::ones_like(x);
   const stand_in::History history(of_all_threads);
-  // How many results of 4,000 bytes come between each begin and end of that scope.
+  // Counts the results of 4,000 bytes between each begin and end of that scope.
   const auto allocations_in = [&](const std::string& name) {
     std::vector<int64_t> counts;
     bool is_inside = false;
@@ -304,14 +304,14 @@ TEST_CASE("LibTorch's memory history of a device has the regions' names around t
   z.backward(one);
   CHECK(allocations_in("layer (forward)") == std::vector<int64_t>{3});
   CHECK(allocations_in("remat::checkpoint (forward)") == std::vector<int64_t>{3});
-  // On the device's thread of the engine: what the kernels of each recompute returned.
+  // On the device's thread of the engine: the results of kernels in each recompute.
   const int64_t again = stand_in::num_kernels("aten::sin") - kernels;
   CHECK(again >= 4);
   CHECK(allocations_in("layer") == std::vector<int64_t>{again / 2});
   CHECK(allocations_in("remat::checkpoint") == std::vector<int64_t>{again / 2});
 }
 
-// Not one of the tests: tests/page_test.py runs it, and opens what it writes.
+// Not a test by itself: tests/page_test.py runs it and opens its page.
 TEST_CASE("a page of two devices", "[.][page]") {
   const char* const path = std::getenv("REMAT_TEST_PAGE");
   REQUIRE(path != nullptr);

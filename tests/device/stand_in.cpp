@@ -46,13 +46,13 @@ void write_down(std::string entry) {
 }
 
 // Note [Late copies]
-// Streams of the pool have a queue; an event on one is a place in it. Whoever waits for the event
-// runs the queue up to there, if it runs at once, or queues the wait. Streams that a test names run
-// at once.
+// Streams of the pool have a queue, and an event on such a stream is a place in it. A waiter for
+// the event runs the queue up to that place if it runs at once itself, or else queues the wait.
+// Streams that a test names run at once.
 constexpr int64_t first_pool_stream = 100;
 struct Work {
   std::function<void()> run;
-  bool is_mark = false;  ///< of an event, and no copy
+  bool is_mark = false;  ///< of an event, not a copy
 };
 struct Queue {
   std::deque<Work> work;
@@ -80,8 +80,7 @@ void enqueue(int64_t stream, std::function<void()> work, bool is_mark = false) {
   queues[stream].work.push_back({std::move(work), is_mark});
 }
 
-// The device's clock runs as the host's, and is put on by the time that each kernel and copy is
-// said to take.
+// The device's clock follows the host's, and advances by the set time of each kernel and copy.
 std::atomic<int64_t> work_ns{0}, skew_ns{0};
 int64_t device_now_ns() {
   return skew_ns +
@@ -91,7 +90,7 @@ int64_t device_now_ns() {
 struct Event {
   int64_t stream = 0;
   uint64_t place = 0;
-  /// When the device passed it, of an event with times; 0: not yet.
+  /// The time at which the device passed an event with times; 0: not yet.
   std::shared_ptr<std::atomic<int64_t>> passed_ns;
 };
 std::atomic<int64_t> num_synchronized{0};
@@ -114,7 +113,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device d) const noexcept override {
     return stream(d.index(), stream_ids[static_cast<size_t>(d.index())]);
   }
-  // LibTorch before 2.8 asks for it where gradients of several streams meet.
+  // LibTorch before 2.8 calls this if gradients of several streams meet.
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(d.index(), 0); }
   c10::Stream exchangeStream(c10::Stream next) const noexcept override {
     const c10::Stream before = getStream(next.device());
@@ -160,7 +159,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     };
     return static_cast<double>(passed_ns(to) - passed_ns(from)) / 1e6;
   }
-  // No "override": LibTorch up to 2.11 does not ask.
+  // No "override": LibTorch up to 2.11 lacks this function.
   bool isStreamCapturing(const c10::Stream&) const { return is_capturing; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -251,17 +250,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override {}
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isPinnedPtr(const void* data) const override { return Pinned::has_given(data); }
-  // No "override": LibTorch 2.6 does not ask.
+  // No "override": LibTorch 2.6 lacks this function.
   bool isBuilt() const { return true; }
   bool isAvailable() const { return true; }
-  c10::DeviceIndex deviceCount() const override { return num_devices; }  // at::manual_seed asks
+  c10::DeviceIndex deviceCount() const override { return num_devices; }  // for at::manual_seed
   bool hasPrimaryContext(c10::DeviceIndex index) const override { return is_in_use(index); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     return generator(index);
   }
 };
 
-// What LibTorch 2.9 and newer ask of an accelerator's allocator.
+// The interface of an accelerator's allocator since LibTorch 2.9.
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
 #define STAND_IN_HAS_STATISTICS 1
 using DeviceAllocator = c10::DeviceAllocator;
@@ -302,7 +301,8 @@ struct Memory final : DeviceAllocator {
     return {block + header, block, &release, device(index)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  // What a caching allocator does: memory is used again at once, but for streams it was told of.
+  // Frees like a caching allocator: memory is reused at once, except for streams that it was told
+  // of.
   static void release(void* block) {
     auto* const told = static_cast<Header*>(block);
     for (const auto& user : told->users)
@@ -325,10 +325,11 @@ struct Memory final : DeviceAllocator {
     std::memcpy(to, from, bytes);
   }
 
-  // What a limit holds is never touched, and may be more than this machine has.
+  // The library never touches memory held by a limit, which may exceed this machine's memory.
   static bool is_only_reserved(size_t bytes) { return bytes >= size_t{1} << 30; }
   static void* take_block(size_t bytes) {
-    // Aligned as LibTorch's memory of the CPU, since results of its kernels can depend on that.
+    // Aligned like LibTorch's memory of the CPU, since results of its kernels can depend on
+    // alignment.
     if (!is_only_reserved(bytes)) return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -336,7 +337,7 @@ struct Memory final : DeviceAllocator {
     return block;
   }
 
-  /// As an allocator would round that has pieces of 512 bytes.
+  /// Rounds like an allocator with pieces of 512 bytes.
   static int64_t rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   static void change(int index, int64_t bytes) {
     std::unique_lock<std::mutex> lock(sums_mutex);
@@ -396,7 +397,7 @@ struct Memory final : DeviceAllocator {
     sum.requested_peak = sum.requested;
     sum.rounded_peak = sum.rounded;
   }
-  // No "override": LibTorch 2.9 does not ask.
+  // No "override": LibTorch 2.9 lacks this function.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
     TORCH_CHECK_NOT_IMPLEMENTED(tells_free, "far does not tell what is free");
     const std::lock_guard<std::mutex> lock(sums_mutex);
@@ -457,8 +458,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (before) before();
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
     if (is_beside) skew_ns += work_ns;
-    // It is no operator of the program's, which may be in the midst of a region when it comes to
-    // this.
+    // The copy is not an operator of the program, which may be inside a region when the copy runs.
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_modes(
@@ -477,8 +477,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-/// The results of operators computed on the CPU come back through it. The storage grows if it must,
-/// and keeps what it has.
+/// Resizes a result that was computed on the CPU. The storage grows if it must, and keeps its
+/// bytes.
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes,
                          std::optional<at::MemoryFormat>) {
   const auto wanted = C10_AS_INTARRAYREF_SLOW(sizes);
@@ -505,7 +505,7 @@ std::mutex kernels_mutex;
 std::map<std::string, int64_t> kernels;
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  // A view of a copy would be no view: what is written to it would be lost.
+  // A view of a copy would not be a view: writes to it would be lost.
   for (const c10::Argument& each : op.schema().returns())
     TORCH_CHECK(each.alias_info() == nullptr || each.alias_info()->isWrite(),
                 "far has no kernel of the view ", op.operator_name());
@@ -568,7 +568,7 @@ c10::Stream stream(int index, int64_t id) {
 }
 bool is_in_use(int index) { return used[static_cast<size_t>(index)]; }
 int64_t live_bytes() {
-  // The device's thread of the engine may still be letting go of the last backward.
+  // The device's thread of the engine may still be releasing the last backward.
   int64_t last = Memory::num_live_bytes;
   for (int same = 0; same < 3;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(3));
@@ -586,7 +586,7 @@ int64_t rounded_bytes(int index) {
   return Memory::sums[static_cast<size_t>(index)].rounded;
 }
 
-// As torch/csrc/cuda/memory_snapshot.cpp does it (_initRecordAnnotations).
+// Follows torch/csrc/cuda/memory_snapshot.cpp (_initRecordAnnotations).
 History::History(bool of_all_threads) {
   const auto callback =
       at::RecordFunctionCallback(

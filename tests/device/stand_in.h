@@ -1,8 +1,8 @@
 #pragma once
-// An accelerator that is none: tensors of device PrivateUse1 in CPU memory, computed by the CPU's
-// kernels, with streams and events that write down what they are told. Copies that need not wait
-// and are queued on a stream of the pool run as late as the events allow; memory that is freed
-// while one of them may still use it, without the allocator having been told, is overwritten.
+// An accelerator without hardware: tensors of device PrivateUse1 in CPU memory, computed by the
+// CPU's kernels, with streams and events that log their calls. A non-blocking copy on a stream of
+// the pool runs as late as the events allow. Memory that is freed while such a copy may still use
+// it is overwritten, unless the allocator was told of the stream.
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -20,13 +20,13 @@ inline constexpr int num_devices = 2;
 at::Device device(int index = 0);
 c10::Stream stream(int index, int64_t id);
 
-/// Whether the device has been used; a test may forget it.
+/// Returns whether the device has been used; `forget_use` resets that.
 bool is_in_use(int index);
 void forget_use(int index);
 
-/// The next number of a device's default generator; uses the device.
+/// Returns the next number of a device's default generator; uses the device.
 double draw(int index = 0);
-/// So many of its numbers.
+/// Numbers reserved from a generator.
 struct Draws {
   uint64_t seed, first;
   double uniform(uint64_t i) const;  ///< in [0, 1)
@@ -34,47 +34,49 @@ struct Draws {
 Draws take(int index, uint64_t count);
 uint64_t position(int index = 0);
 
-/// Whether work is captured as a graph, as far as one can ask.
+/// Sets whether work is captured as a graph, as LibTorch's query reports it.
 void set_capturing(bool capturing);
 
-/// What the device's clock, which events read, takes each kernel and each copy that need not wait
-/// for, beside the host's time.
+/// Sets the time of each kernel and each non-blocking copy on the device's clock, which events
+/// read, in addition to the host's time.
 void set_work_time(std::chrono::nanoseconds each);
-/// Without them an event that shall have a time is refused.
+/// Sets whether events can have times; otherwise an event that needs one is refused.
 void set_has_event_times(bool has);
-/// How often the host has waited for an event.
+/// Returns how often the host has waited for an event.
 int64_t num_waits();
 
-/// Copies that were queued and have not run.
+/// Returns the number of copies that were queued and have not run.
 int64_t num_queued_copies();
-/// The copies that need not wait, after so many of them, fail once; -1: none.
+/// Makes one non-blocking copy fail after `count` others; -1: none.
 void fail_copy_after(int64_t count);
-/// Page-locked memory of the host. Without it `at::empty` of such memory throws.
+/// Returns the bytes of the host's page-locked memory in use. Without such memory, `at::empty` of
+/// it throws.
 int64_t pinned_bytes();
 void set_has_pinned_memory(bool has);
-/// What there is of it. An allocation above it throws `c10::OutOfMemoryError`.
+/// Sets the size of page-locked memory. An allocation above it throws `c10::OutOfMemoryError`.
 void set_total_pinned_bytes(int64_t bytes);
-/// Called before each copy is made or queued, on the thread that asks for it; empty: nothing is.
+/// Sets a function that runs before each copy is made or queued, on the calling thread; empty:
+/// none.
 void set_before_copy(std::function<void()> call);
 
-/// What each device has. An allocation above it throws `c10::OutOfMemoryError`.
+/// The size of each device's memory. An allocation above it throws `c10::OutOfMemoryError`.
 inline constexpr int64_t default_total_bytes = int64_t{1} << 40;
 void set_total_bytes(int64_t bytes);
-/// Whether the allocator's statistics say what tensors asked for, besides what it rounded that to.
+/// Sets whether the allocator's statistics have requested bytes besides rounded ones.
 void set_tells_requests(bool tells);
-/// Whether the allocator says what the device has free.
+/// Sets whether the allocator reports a device's free bytes.
 void set_tells_free(bool tells);
 
-/// Called with the bytes of each allocation before it is made, outside of all locks; empty: nothing
-/// is.
+/// Sets a function that gets the bytes of each allocation before it is made, outside of all locks;
+/// empty: none.
 void set_before_allocation(std::function<void(int64_t bytes)> call);
 
-/// What the allocator has given out on a device, in its sizes.
+/// Returns the bytes that the allocator has handed out on a device, in its sizes.
 int64_t rounded_bytes(int index);
 
-/// LibTorch's memory history as its allocator for CUDA keeps it, while it lives: "allocates 512"
-/// and "frees 512" of every device, and, as its record of annotations has them, "START name" and
-/// "END name" of the user scopes of this thread and those of its backwards, or of all threads.
+/// LibTorch's memory history for its lifetime, as the allocator for CUDA keeps it: "allocates 512"
+/// and "frees 512" of every device. Like the record of annotations it also has "START name" and
+/// "END name" of user scopes, of this thread and its backwards, or of all threads.
 class History {
  public:
   explicit History(bool of_all_threads = false);
@@ -87,15 +89,17 @@ class History {
   uint64_t callback_;
 };
 
-/// Bytes of tensors on the devices, and how often an operator ("aten::mm") was computed for them.
+/// Returns the bytes of tensors on the devices; `num_kernels`, how often an operator ("aten::mm")
+/// was computed for them.
 int64_t live_bytes();
 int64_t num_kernels(const std::string& op);
 
-/// For kernels of the device: a CPU tensor over the same memory; a kernel takes its time.
+/// For kernels of the device: returns a CPU tensor over the same memory. `work_begins` takes a
+/// kernel's time.
 at::Tensor near(const at::Tensor& tensor);
 void work_begins(const std::string& op);
 
-/// What this thread's code does is queued on `stream` while it lives.
+/// Queues the work of this thread on `stream` for its lifetime.
 class OnStream {
  public:
   explicit OnStream(c10::Stream stream);
@@ -109,8 +113,8 @@ class OnStream {
 c10::Stream current_stream(int index = 0);
 int current_device();
 
-/// What guards and events were told since the log was cleared: "record 3", "wait 0 for 3" (streams
-/// of device 0), "use on 0".
+/// Returns the calls of guards and events since the log was cleared: "record 3", "wait 0 for 3"
+/// (streams of device 0), "use on 0".
 std::vector<std::string> log();
 void clear_log();
 

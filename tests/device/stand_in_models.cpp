@@ -1,5 +1,5 @@
-// What models of `torch::nn` need of the stand-in beyond tensors: to be moved there, its own
-// kernels where the CPU's do not do, autocast.
+// Support for models of `torch::nn` on the stand-in: moves to the device, own kernels where the
+// CPU's do not serve, autocast.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -14,10 +14,10 @@ namespace stand_in {
 namespace {
 
 // Note [Modules on a plug-in's device]
-// `torch::nn::Module::to` gives each parameter the data of its copy, and asks whether the two
-// tensors' kinds allow that. LibTorch's own answer knows its own devices only; a plug-in's is to
-// answer by itself (TensorImpl.h, has_compatible_shallow_copy_type). The tensors here are ordinary
-// dense ones, as those of the CPU are.
+// `torch::nn::Module::to` gives each parameter the data of its copy, and asks whether the types of
+// the two tensors allow that. LibTorch's own answer covers its own devices only; a plug-in must
+// answer for itself (TensorImpl.h, has_compatible_shallow_copy_type). The tensors here are ordinary
+// dense ones, like those of the CPU.
 bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
   const auto is_dense = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided &&
@@ -34,7 +34,7 @@ at::Tensor far_as(const at::Tensor& like, const at::Tensor& result) {
   return result.defined() ? result.to(like.device()) : result;
 }
 
-// The CPU's convolution is chosen by the device, and has no kernel of this name.
+// LibTorch chooses the CPU's convolution by device, without a kernel of this name.
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
                        at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
@@ -55,8 +55,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {far_as(input, of_input), far_as(input, of_weight), far_as(input, of_bias)};
 }
 
-// The running statistics are changed, which the schema does not say: a kernel that is given copies
-// loses that.
+// The kernel changes running statistics, which the schema does not declare. With copies of them it
+// would lose the changes.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
@@ -68,7 +68,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
   return {far_as(input, result), far_as(input, mean), far_as(input, deviation)};
 }
 
-// Draws from the device's own generator, as accelerators do.
+// Draws from the device's own generator, like accelerators.
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p,
                                            std::optional<bool> train) {
   work_begins("aten::native_dropout");
@@ -85,7 +85,7 @@ std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p,
   return {far_as(input, result.to(input.scalar_type())), far_as(input, mask)};
 }
 
-// By way of its variant with an output LibTorch would give it one of another shape, and warn.
+// LibTorch's variant with an output would give the output another shape, and warn.
 at::Tensor mse_loss(const at::Tensor& input, const at::Tensor& target, int64_t reduction) {
   work_begins("aten::mse_loss");
   return far_as(input, at::mse_loss(near(input), near(target), reduction));
@@ -100,7 +100,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &dropout);
 }
 
-// Autocast casts what it does on LibTorch's own devices.
+// Casts the same operators as autocast on LibTorch's own devices.
 #ifdef AT_FORALL_LOWER_PRECISION_FP
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

@@ -24,7 +24,7 @@ using remat::TierCounters;
 
 namespace {
 
-/// What each read and write of a file takes beside its own time.
+/// The added time of each read and write of a file.
 std::atomic<int64_t> read_delay_ms{0}, write_delay_ms{0};
 
 ssize_t read_slowly(int file, void* to, size_t size, int64_t offset) {
@@ -39,7 +39,7 @@ ssize_t write_slowly(int file, const void* from, size_t size, int64_t offset) {
 
 }  // namespace
 
-// The library's calls come here, since the program is searched first.
+// The library's calls arrive here, since the linker searches the program first.
 extern "C" ssize_t pread64(int file, void* to, size_t size, off64_t offset) {
   return read_slowly(file, to, size, offset);
 }
@@ -57,7 +57,7 @@ Tensor chain(Tensor x, int count = length) {
   return x;
 }
 
-/// One KiB on the device.
+/// Returns a leaf of one KiB on the device.
 Tensor leaf_there(int index = 0) {
   return at::randn({kibibyte / 4}).to(stand_in::device(index)).requires_grad_();
 }
@@ -91,7 +91,7 @@ TEST_CASE("an accelerator keeps its budget, the CPU its own, the file the rest",
       y = chain(x);
     }
     CAPTURE(pin_memory, on_device, on_host);
-    // The test holds x, y holds its result.
+    // The test holds x, and y holds its result.
     const int64_t num_left = std::max<int64_t>(0, length - 1 - on_device);
     const int64_t num_written = std::max<int64_t>(0, num_left - on_host);
     wait_for([&] { return counters->now().bytes_on_disk == num_written * kibibyte; });
@@ -105,14 +105,14 @@ TEST_CASE("an accelerator keeps its budget, the CPU its own, the file the rest",
     offload::require_same(grad_of(y, {x}), plain);
     CHECK(counters->now().loads >= num_left);
   }
-  wait_for([&] { return stand_in::live_bytes() == before; });  // the engine's thread lets go late
+  wait_for([&] { return stand_in::live_bytes() == before; });  // the engine's thread releases late
 }
 
 TEST_CASE("backward on an accelerator brings back no more than there is room for",
           "[device][tiers]") {
   const Tensor x = leaf_there();
   remat::MemoryMeter meter(stand_in::device());
-  /// What backward needs beyond what it finds.
+  /// Returns the bytes that backward needs beyond those alive before.
   const auto needed = [&](const Tensor& y) {
     const int64_t before = meter.live_bytes();
     meter.reset_peak();
@@ -126,7 +126,8 @@ TEST_CASE("backward on an accelerator brings back no more than there is room for
     const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte, .min_bytes = 0});
     y = chain(x, 32);
   }
-  // What is read, the next, and one whose copy the allocator may not have seen the end of.
+  // The tensor that is read, the next one, and one whose copy may have ended without the
+  // allocator's notice.
   CHECK(needed(y) <= plain + 3 * kibibyte);
 }
 
@@ -257,7 +258,7 @@ TEST_CASE("what waits in the file is on its device again before backward asks fo
     middle = chain(x, length - 2);
     y = chain(middle, 2);
   }
-  const Tensor held = std::exchange(middle, Tensor());  // it stays on the device
+  const Tensor held = std::exchange(middle, Tensor());  // the tensor stays on the device
   wait_for([&] { return counters->now().bytes_on_disk == (length - 2) * kibibyte; });
   const remat::Recorder recorder;
   const auto bytes_in = [&] {
@@ -272,7 +273,7 @@ TEST_CASE("what waits in the file is on its device again before backward asks fo
   });
   offload::require_same(grad_of(y, {x}, {.retain_graph = true}), plain);
   CHECK(before_the_second >= kibibyte);
-  // All but the first one that was read.
+  // All but the first tensor that was read.
   CHECK(bytes_in() == (length - 3) * kibibyte);
   CHECK(counters->now().loads == length - 2);
   offload::require_same(grad_of(y, {x}), plain);
@@ -299,20 +300,20 @@ TEST_CASE("the file is read from backward's first step on, as far as the CPU has
     for (int i = 0; i < length; ++i) {
       y = y.sin();
       if (i == length - 3 && !goes_on) middle = y;
-      // When the node before it is done.
+      // Runs when the node before is done.
       y.register_hook([&](const Tensor&) {
         held.push_back(counters->now().bytes_on_host / kibibyte);
         CHECK(held.back() <= on_host);
       });
     }
   }
-  // What the test holds does not move.
+  // Tensors that the test holds do not move.
   const int64_t written = length - 1 - (goes_on ? 0 : 1) - on_host;
   wait_for([&] { return counters->now().bytes_on_disk == written * kibibyte; });
   wait_for([&] { return counters->now().bytes_on_host == on_host * kibibyte; });
   if (!goes_on) {
     grad_of(y, {middle});
-    // One has been used, and what came for its room has been let go of.
+    // One tensor has been used, and the tensor that came into its room was released.
     CHECK(held.size() > 1);
     CHECK(held.back() == on_host);
     wait_for([&] { return counters->now().bytes_on_host == (on_host - 1) * kibibyte; });
@@ -320,8 +321,9 @@ TEST_CASE("the file is read from backward's first step on, as far as the CPU has
   }
   offload::require_same(grad_of(y, {x}), plain);
   REQUIRE(held.size() == length);
-  // What is asked for is there or comes from the file itself, and one is on its way to the device.
-  // For each of those that the CPU has let go of, and that were, one has come nearer.
+  // A read finds its tensor on the CPU or reads the file itself, and one tensor is on its way to
+  // the device. For each tensor that the CPU has released after a read, one more has come from the
+  // file.
   CHECK(held[0] == on_host);
   for (int64_t i = 1; i <= written; ++i) {
     CAPTURE(i);
@@ -354,8 +356,8 @@ TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "
     }
   }
   wait_for([&] { return counters->now().bytes_on_disk == (num_saved - on_host) * kibibyte; });
-  // A read takes as long as two steps, and there are as many steps without one before the first
-  // that needs it.
+  // A read takes as long as two steps, and as many steps run without one before the first that
+  // needs it.
   read_delay_ms = 40;
   const Tensors found = grad_of(y, {x});
   read_delay_ms = 0;
@@ -363,7 +365,7 @@ TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "
   CHECK(num_reads == num_saved + 1);
   const double waited = counters->now().seconds_waited;
   CAPTURE(waited);
-  // Begun one ahead, each would be waited for 20 ms.
+  // Begun one step ahead, each read would be waited for 20 ms.
   CHECK(waited < 0.08);
 }
 
@@ -397,11 +399,11 @@ TEST_CASE("each backward under one guard brings what it needs from the file to t
   wait_for([&] { return counters->now().bytes_on_disk == (num_saved - on_host) * kibibyte; });
   offload::require_same(grad_of(z, {x}), plain_z);
   CHECK(*std::max_element(held.begin(), held.end()) == on_host);
-  // What has come for the first one meanwhile goes with that backward.
+  // Tensors that were loaded for the first one meanwhile are released with that backward.
   wait_for([&] { return counters->now().bytes_on_host == 0; });
   held.clear();
   offload::require_same(grad_of(y, {x}), plain_y);
-  // But for the one that is read, and the one that is on its way to the device.
+  // Without the tensor that is read, and the one on its way to the device.
   CHECK(*std::max_element(held.begin(), held.end()) == of_first - 1 - 2);
 }
 

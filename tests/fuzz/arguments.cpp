@@ -1,4 +1,4 @@
-// Interprets what programs do with arguments and captures besides computing with them.
+// Interprets uses of arguments and captures besides computing.
 
 #include <ATen/ATen.h>
 
@@ -8,19 +8,19 @@ namespace fuzz {
 
 namespace {
 
-/// Whether it has a gradient edge of its own. A view of a leaf that was made under no-grad only
-/// claims to.
+/// Returns whether the tensor has a gradient edge of its own. A view of a leaf made under no-grad
+/// only claims so.
 bool has_gradient(const Tensor& t) {
   return t.requires_grad() && t.is_floating_point() && !(t.is_leaf() && t.is_view());
 }
 
-/// `a` with a number in it, by a product or by the choice of an operator.
+/// Returns `a` changed by a number, through a product or the choice of an operator.
 Tensor marked(const Tensor& a, int64_t number, bool is_branch) {
   if (!is_branch) return a * (1 + 0.25 * static_cast<double>(number));
   return number % 2 == 0 ? a.sin() : a.sigmoid();
 }
 
-/// Puts back that a leaf requires grad, however the block ends.
+/// Makes a leaf require grad again, in whatever way the block ends.
 struct Thaw {
   explicit Thaw(const Tensor& t) : leaf(t) {}
   ~Thaw() { leaf.set_requires_grad(true); }
@@ -35,7 +35,7 @@ Value Interpreter::writable(const Value& value, Dice& dice) {
   const Tensor& t = value.tensor;
   const Origin& origin = *value.origin;
   record_.changes.written = true;
-  // What a region captures it need not save, so nobody may see that it was changed (a documented
+  // A region need not save its captures, so a change of one may stay undetected (a documented
   // limit).
   const bool is_argument = origin.foreign && !origin.leaf && !origin.captured;
   if (!is_argument || contents_.captures || overlaps_itself(t) || !t.is_floating_point())
@@ -63,13 +63,13 @@ void Interpreter::run_look(const Statement& s, Environment& values) {
       case Look::OutputNr:
         return marked(a, t.output_nr(), is_branch);
       case Look::SameAsLeaf: {
-        int64_t number = 0;  // of tensors with a history no recompute says who they are
+        int64_t number = 0;  // a recompute cannot identify tensors with a history
         for (size_t i = 0; i < leaves_.size() && is_leaf; ++i)
           if (t.is_same(leaves_[i].tensor)) number = static_cast<int64_t>(i) + 1;
         return marked(a, number, is_branch);
       }
       default: {
-        // What has a history may retain a gradient, which is another one after each step.
+        // A tensor with a history may retain a gradient, which differs after each step.
         const Tensor grad = is_leaf ? t.grad() : Tensor();
         if (!grad.defined() || is_branch) return marked(a, grad.defined(), is_branch);
         return a * like(grad, a);
@@ -98,8 +98,8 @@ void Interpreter::run_toggle(const Statement& s, Environment& values) {
   const Tensor t = see(values, s.args[0]).tensor;
   if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
   if (regions_around_ > 0) record_.changes.registered = true;
-  // An early stop ends the block as an exception does, which only some functions think of. They
-  // call requires_grad_(): the other way is not seen on tensors that nobody saves (docs/limits.md).
+  // An early stop ends the block like an exception, for which only some functions prepare. They
+  // call requires_grad_(). The other direction is not detected on unsaved tensors (docs/limits.md).
   std::optional<Thaw> guard;
   if (s.salt % 2 == 0) {
     t.set_requires_grad(false);
@@ -119,7 +119,7 @@ void Interpreter::replace(const Step& step) {
   Changes& changes = record_.changes;
   changes.replaced_argument |= origin.as_argument;
   changes.replaced_capture |= origin.as_capture;
-  // A region that captures it need not save it.
+  // A region that captures the tensor need not save it.
   if (origin.as_capture && !program_.all_values) changes.unchecked = true;
   const at::NoGradGuard no_grad;
   Tensor t = leaf.tensor;
@@ -136,8 +136,8 @@ void Interpreter::replace(const Step& step) {
         sizes[0] += 2;
         const int64_t filled = t.numel();
         t.resize_(sizes);
-        // Whatever was in the memory is no number to compare. Written past the version, as nothing
-        // that was there before is changed.
+        // New memory has arbitrary contents, which must not be compared. The write bypasses the
+        // version, since it changes no earlier element.
         t.data().view(-1).narrow(0, filled, t.numel() - filled).fill_(2);
         return;
       }

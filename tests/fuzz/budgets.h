@@ -1,5 +1,5 @@
 #pragma once
-// Programs without regions, plainly and under byte budgets.
+// Runs programs without regions, plainly and under byte budgets.
 
 #include <cstdint>
 #include <optional>
@@ -8,13 +8,13 @@
 
 namespace fuzz {
 
-/// [bytes] The budget in which programs run on their threads; 0: none.
+/// The budget [bytes] of programs on their threads; 0: none.
 int64_t& budget_bytes();
-/// Whether values may move within it: to the CPU, or into a file.
+/// Whether values may move within the budget, to the CPU or into a file.
 bool& budget_moves();
 
-/// Runs the program under a budget without a limit, and under six others, and says whether all
-/// agree.
+/// Runs the program under a budget without a limit, and under six others. Returns a finding if they
+/// disagree.
 std::optional<Finding> check_budgets(const Program& program);
 
 }  // namespace fuzz

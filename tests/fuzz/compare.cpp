@@ -1,4 +1,4 @@
-// Runs a program plainly and checkpointed, and says whether the two agree as the Rules want.
+// Runs a program plainly and checkpointed, and checks that the two agree by the Rules.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ bool contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
 }
 
-/// The start of an error, without what another program has another of.
+/// Returns the start of an error, without the numbers, which differ between programs.
 std::string start_of(const std::string& error) {
   std::string start;
   for (const char letter : error.substr(0, 120))
@@ -26,7 +26,7 @@ std::string start_of(const std::string& error) {
   return start.substr(0, 60);
 }
 
-/// The first word of a label: the same finding in a smaller program has other numbers.
+/// Returns the first word of a label: the same finding in a smaller program has other numbers.
 std::string sort_of(const std::string& label) {
   return label.substr(0, label.find_first_of(" 0123456789"));
 }
@@ -45,15 +45,15 @@ std::string numbers(const Entry& entry) {
   return text.str();
 }
 
-/// Without what a formula that LibTorch chooses under a dispatch mode may have another of: the
-/// gradient of prod, say, is then one that does not depend on its argument.
+/// Returns an entry without the properties that differ with a formula that LibTorch chooses under a
+/// dispatch mode. The gradient of prod, for example, then does not depend on its argument.
 Entry without_role(Entry entry) {
   for (const char* const role : {" requires grad", " leaf", " version"})
     entry.meta = entry.meta.substr(0, entry.meta.find(role));
   return entry;
 }
 
-/// But for what rounding makes of another order or another formula.
+/// Returns whether entries are equal but for the rounding of another order or another formula.
 template <class T>
 bool is_close(const Entry& p, const Entry& c) {
   std::vector<T> a(p.bytes.size() / sizeof(T)), b(a.size());
@@ -61,7 +61,7 @@ bool is_close(const Entry& p, const Entry& c) {
   std::memcpy(b.data(), c.bytes.data(), c.bytes.size());
   T largest = 0;
   for (const T each : a) largest = std::max(largest, std::isfinite(each) ? std::abs(each) : T(0));
-  // Below float's smallest normal number a double may be what was a float.
+  // Below float's smallest normal number, a double may come from a float.
   const T allowed = std::max(1000 * std::numeric_limits<T>::epsilon() * largest,
                              T(std::numeric_limits<float>::min()));
   for (std::size_t i = 0; i < a.size(); ++i)
@@ -77,11 +77,11 @@ bool are_close(const Entry& p, const Entry& c) {
                                      : contains(p.meta, "Float") && is_close<float>(p, c));
 }
 
-/// A view that was changed in place gets its grad_fn anew where somebody first asks for it, and
-/// from elsewhere once its object is gone. A region asks for those of its arguments, also of one
-/// that its function does not use, and holds what it needs for its recompute. Sums of gradients
-/// follow the numbers of the nodes: that `grad_fn` is read early changes their rounding without
-/// regions as well.
+/// Returns whether an entry is a gradient, whose rounding can depend on the time of a `grad_fn()`
+/// call. A view that was changed in place gets its grad_fn anew on the first such call, and from
+/// elsewhere once its object is gone. A region makes this call for its arguments, unused ones
+/// included, and holds the nodes for its recompute. Sums of gradients follow the numbers of nodes,
+/// so an early call changes their rounding without regions, too.
 bool is_gradient(const Entry& entry) { return entry.label.rfind("order ", 0) == 0; }
 
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
@@ -101,7 +101,7 @@ std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
   return std::nullopt;
 }
 
-/// A value that is kept was changed in place, with no error by plain autograd.
+/// Returns whether a kept value was changed in place, without an error in plain autograd.
 bool is_about_kept(const Stage& stage) { return contains(stage.error_type, "CheckpointError 7"); }
 
 bool is_about_changes(const Stage& stage) {
@@ -116,17 +116,17 @@ bool is_kind(const Stage& stage, remat::CheckpointError::Kind kind) {
   return stage.error_type == "CheckpointError " + std::to_string(static_cast<int>(kind));
 }
 
-/// What a region may say, where plain autograd need not, of what programs do to arguments and
-/// captures. Of each kind of change only the errors that are right for it: others would hide what
-/// is wrong.
+/// Returns whether an error of a region is right for the program's changes of arguments and
+/// captures, although plain autograd may have none. Each kind of change permits only its own
+/// errors, since others would hide faults.
 bool is_about_arguments(const Changes& made, const Stage& stage) {
   using Kind = remat::CheckpointError::Kind;
-  // A region keeps its arguments, where plain autograd keeps what was made of them.
+  // A region keeps its arguments, but plain autograd keeps values made of them.
   const bool is_changed = contains(stage.error, "modified by an inplace operation") ||
                           is_kind(stage, Kind::CaptureChanged) ||
                           is_kind(stage, Kind::InputChanged);
   const bool is_unsupported = is_kind(stage, Kind::Unsupported);
-  // A capture that is not saved is seen by what was computed from it.
+  // A change of an unsaved capture shows in the values computed from it.
   const bool is_mismatch = is_kind(stage, Kind::ValueMismatch) ||
                            is_kind(stage, Kind::MetadataMismatch) ||
                            is_kind(stage, Kind::FewerTensors) || is_kind(stage, Kind::MoreTensors);
@@ -135,15 +135,15 @@ bool is_about_arguments(const Changes& made, const Stage& stage) {
          (made.replaced_capture && (is_changed || is_mismatch));
 }
 
-/// No recompute leads a gradient through what it did not compute.
+/// Returns whether a gradient goes through a kept value, which no recompute computes.
 bool is_through_kept(const Stage& stage) {
   return contains(stage.error_type, "CheckpointError 9") && contains(stage.error, "gradient");
 }
 
-/// A group allows each saved tensor one read.
+/// Returns whether reads overlap: a group allows each saved tensor one read.
 bool is_overlap(const Stage& stage) { return contains(stage.error, "in a GraphExecGroup"); }
 
-/// Saving such an argument is a use of it.
+/// Returns whether saving such an argument is a forbidden use of it.
 bool is_about_no_grad_views(const Stage& stage) {
   return contains(stage.error, "A view was created in no_grad mode") ||
          contains(stage.error, "is a view and its base");
@@ -157,9 +157,10 @@ bool has_state(const Program& program, bool (*is_wanted)(remat::testing::State))
   });
 }
 
-/// What a region may say of its modules. A table that is filled once needs the end of forward as
-/// the start of a recompute, and a buffer that each call writes to its begin; statistics of a batch
-/// norm without grad mode are such a buffer. What is done once only, a policy does not see again.
+/// Returns whether a region may raise about its modules. A table that is filled once needs a
+/// recompute to start from the state at the end of forward, but a buffer that each call writes
+/// needs the state at the begin. Statistics of a batch norm without grad mode are such a buffer. A
+/// policy does not see again an operator that only the first call runs.
 bool is_about_modules(const Program& program, const Contents& has, const Stage& stage) {
   using remat::testing::State;
   const bool has_table = has_state(program, [](State s) { return s == State::Table; });
@@ -172,17 +173,17 @@ bool is_about_modules(const Program& program, const Contents& has, const Stage& 
           is_kind(stage, remat::CheckpointError::Kind::SelectiveMismatch));
 }
 
-/// A failure that the step asked for.
+/// Returns whether the step asked for the failure.
 bool is_planned(const Step* step, const Stage& stage) {
   return step != nullptr && ((step->fuse >= 0 && stage.error_type == "fuse") ||
                              (step->out_of_memory >= 0 && stage.error_type == "out of memory"));
 }
 
-/// The program run in another mode, when that is first needed.
+/// The program in another mode, run when it is first needed.
 class Reference {
  public:
   Reference(const Program& program, Mode mode) : program_(program), mode_(mode) {}
-  /// Its stage `i`; null if it did not come there.
+  /// Returns its stage `i`; null if the run ended before.
   const Stage* stage(size_t i) {
     if (!record_) record_ = run(program_, mode_);
     return i < record_->stages.size() ? &record_->stages[i] : nullptr;
@@ -204,7 +205,7 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     has_replaced |= step.kind == Step::Kind::Replace;
   }
   const bool has_changed_views = has.inplace || has.writes_arguments;
-  // A backward inside a region with a policy runs under a dispatch mode, as PyTorch's own does.
+  // A backward inside a region with a policy runs under a dispatch mode, like PyTorch's own.
   // Kernels of an accelerator may add in any order.
   const bool has_other_formulas = (has.policies && has.inner_grad) || !device().is_cpu();
   const bool may_be_undone = has_changes || has.writes_arguments || has_replaced;
@@ -230,7 +231,7 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const Record unchanged = run(program, Mode::Unchanged);
     return i < unchanged.stages.size() && unchanged.stages[i].error == plain.stages[i].error;
   };
-  // What raises is caught; saving an argument may, too.
+  // The program catches its errors, and saving an argument may raise, too.
   if (has.catches && (may_be_undone || (has.keeps_unchanged && has.writes_inside)))
     return std::nullopt;
   for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
@@ -241,8 +242,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
     if (c.raised && is_about_modules(program, has, c)) return std::nullopt;
-    // Not by hooks, nor by a backward inside. Composites of LibTorch do (alpha_dropout, as
-    // documented).
+    // Hooks do not change kept values, nor does a backward inside. Composites of LibTorch do
+    // (alpha_dropout, as documented).
     const bool may_change_kept = has.keeps_unchanged && (may_be_undone || has.writes_inside);
     if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
@@ -266,20 +267,21 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool is_unchecked = i > 0 && p.changes.unchecked;
     if (is_unchecked && p.changes.inside) return std::nullopt;
     if (p.raised) {
-      // A copy made at the save is not the reference for what is written after it. Nor is what
-      // hooks of the program's keep: the tensor itself, of which nobody looks at the version.
+      // A copy from the save is not a reference for later writes. Nor is a tensor that the
+      // program's hooks keep, whose version is not checked.
       if ((has.writes_late || has.keeping_hooks) && is_about_changes(p)) return std::nullopt;
       if (undone_agrees(i)) return std::nullopt;
-      // What plain raises about, a recompute makes anew; the change is another that nothing saved.
+      // A recompute makes the tensor anew about which plain autograd raises. The change was of
+      // another tensor, which no node saved.
       if (is_unchecked && raises_unchanged(i)) continue;
       return Finding{"does not raise", c.label + ": only plain raised\n  " + p.error};
     }
     if (is_unchecked) continue;
     if (auto found = difference(p, c, has_other_formulas, has_changed_views)) {
-      // A recompute repeats what its function does to captured tensors.
+      // A recompute repeats its function's changes of captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
-      // Hooks of the program's that keep the tensor itself: what is written to it, plain autograd
-      // computes with.
+      // The program's hooks keep the tensor itself, so plain autograd computes with later writes to
+      // it.
       if (has.keeping_hooks && may_be_undone && !undone_is(p, i)) return std::nullopt;
       if (!is_repeated && !undone_agrees(i)) return found;
     }
@@ -299,12 +301,12 @@ std::optional<Finding> check(const Program& program) {
                 [](remat::testing::State s) { return s == remat::testing::State::Constants; }))
     return Finding{"copied constants", "forward left " + std::to_string(checkpointed.held_bytes) +
                                            " bytes, plain " + std::to_string(plain.held_bytes)};
-  // Programs that leak without regions (a node that refers to itself) say nothing about them.
+  // Programs that leak without regions (a node that refers to itself) prove nothing about regions.
   if (!checkpointed.faults.empty() && plain.leaked_bytes <= 0) {
     const std::string& text = checkpointed.faults.front();
     return Finding{text.substr(text.find(':')), text};
   }
-  // Kernels may keep buffers after their first use: only what is lost every time is a leak.
+  // Kernels may keep buffers after their first use: only bytes lost every time are a leak.
   if (checkpointed.leaked_bytes > 0 && plain.leaked_bytes <= 0) {
     bool again = true;
     for (int i = 0; i < 3 && again; ++i)
@@ -316,8 +318,8 @@ std::optional<Finding> check(const Program& program) {
   return std::nullopt;
 }
 
-// Compared with a run that drops nothing, and not with plain autograd: LibTorch chooses other
-// formulas where a dispatch mode is on.
+// The reference is a run that drops nothing, not plain autograd: LibTorch chooses other formulas
+// under a dispatch mode.
 std::optional<Finding> check_budgets(const Program& program) {
   budget_bytes() = std::numeric_limits<int64_t>::max();
   const Record plain = run(program, Mode::Plain);

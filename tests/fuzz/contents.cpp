@@ -1,4 +1,4 @@
-// Says what a block contains.
+// Finds the contents of a block.
 
 #include <algorithm>
 

@@ -39,7 +39,7 @@ Program Generator::generate() {
 }
 
 void Generator::draw_features() {
-  const bool plain = dice_.percent(15);  // nothing but operators and regions
+  const bool plain = dice_.percent(15);  // operators and regions only
   auto draw = [&](int64_t p) { return dice_.percent(p) && !plain; };
   features_ = {.inplace = draw(50),
                .random = draw(50),
@@ -95,7 +95,7 @@ int Generator::pick(const std::vector<int>& visible) {
 
 Statement Generator::make_operator(const std::vector<int>& visible) {
   const std::vector<Operator>& table = operators();
-  // What save_region does not run again does not advance a provider's numbers either.
+  // Operators that save_region does not run again do not advance a provider's numbers either.
   static const std::vector<int> all = weighted([](const Operator& op) { return !op.guarded; }),
                                 all_random = weighted(
                                     [](const Operator& op) { return op.random && !op.guarded; }),
@@ -113,7 +113,7 @@ Statement Generator::make_operator(const std::vector<int>& visible) {
     op = pick_one(chosen);
   } while ((table[op].inplace && !features_.inplace) ||
            (table[op].random && !features_.random && !uses_guards) ||
-           // Hooks that copy would copy rubbish; those of Mode::UndoneInside too.
+           // Hooks that copy would copy unwritten memory; those of Mode::UndoneInside, too.
            (table[op].writes_late && (features_.hooks || features_.replaces)) ||
            (table[op].reads_twice && !features_.reads_twice));
   return applied(op, visible);
@@ -145,14 +145,14 @@ Block Generator::make_block(std::vector<int>& visible, int64_t count, int depth,
 
 Statement Generator::make_statement(std::vector<int>& visible, int depth, bool in_catch) {
   const int64_t die = dice_.below(100);
-  // What is done with arguments shows where little else is computed.
+  // Uses of arguments are more visible with little other computation.
   const int deepest = topics_.arguments ? 2 : 4;
   if (die < (depth == 0 ? 30 : 20) && depth < deepest) return make_region(visible, depth, in_catch);
   if (die >= 35 && die < 45 && nested_wraps_ < 3) return make_wrap(visible, depth, in_catch);
   if (features_.guards && nested_wraps_ < 3 && dice_.percent(depth == 0 ? 20 : 8))
     return make_state_guard(visible, depth, in_catch);
   if (features_.stretches && dice_.percent(12)) return make_stretch(visible, depth, in_catch);
-  // What save_region writes to buffers it does not write again (a documented limit).
+  // save_region does not repeat its writes to buffers (a documented limit).
   if (topics_.modules && nested_stretches_ == 0 && dice_.percent(35)) return make_call(visible);
   if (auto s = make_about_arguments(visible)) return *s;
   Statement s;
@@ -247,7 +247,7 @@ PolicySpec Generator::make_policy() {
   policy.kind = static_cast<PolicySpec::Kind>(
       1 + dice_.below(static_cast<int64_t>(PolicySpec::Kind::Count) - 1));
   policy.salt = dice_.bits();
-  // Nothing more is drawn: the programs of known seeds stay.
+  // No further draws, so that the programs of known seeds do not change.
   policy.allows_mutation = dice_.percent(features_.inplace ? 70 : 20);
   policy.through_hooks = dice_.percent(25);
   policy.asks_again = dice_.percent(15);
@@ -323,7 +323,7 @@ Step Generator::make_step(bool last) {
     return step;
   }
   step.kind = dice_.percent(60) ? Step::Kind::Grad : Step::Kind::Backward;
-  // After a backward() a recompute sees another grad() than forward did.
+  // After a backward(), a recompute sees another grad() than forward.
   if (features_.looks) step.kind = Step::Kind::Grad;
   for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i) step.outputs.push_back(pick(top_level_));
   if (dice_.percent(40)) {
@@ -335,8 +335,8 @@ Step Generator::make_step(bool last) {
   step.order = order < 65 ? 1 : order < 92 ? 2 : 3;
   step.retain = last ? dice_.percent(50) : dice_.percent(92);
   step.in_no_grad = dice_.percent(10);
-  // Nodes are numbered by thread, and the engine goes by the numbers: where a step in a thread
-  // makes nodes (create_graph), what a recompute makes there changes the order of outer sums.
+  // Nodes are numbered by thread, and the engine follows the numbers. If a step in a thread makes
+  // nodes (create_graph), the nodes of a recompute there change the order of outer sums.
   step.in_thread = step.order == 1 && dice_.percent(8);
   step.hooks = features_.hooks && dice_.percent(15);
   if (step.kind == Step::Kind::Grad && !last && step.retain) {

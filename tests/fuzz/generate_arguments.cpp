@@ -1,4 +1,4 @@
-// Makes what programs do with what regions are given, besides computing with it.
+// Makes uses of arguments and captures besides computing.
 
 #include <utility>
 
@@ -18,9 +18,9 @@ void Generator::draw_features_of_arguments() {
   }
   features_.hooks = features_.hooks || (features_.writes && dice_.percent(60));
   features_.offloads = features_.hooks && dice_.percent(50);
-  // Where a tensor that retains its gradient is changed in place, LibTorch may crash.
+  // LibTorch may crash if a tensor that retains its gradient is changed in place.
   features_.retains = !features_.writes && !features_.inplace;
-  // Nothing that a region captures may be written to: see Interpreter::writable.
+  // No capture of a region may be written to: see Interpreter::writable.
   if (features_.writes) features_.captures = false;
 }
 
@@ -83,7 +83,7 @@ std::optional<Statement> Generator::make_about_arguments(const std::vector<int>&
     if (has_waited_) return make_wait(visible);
   }
   if (features_.writes && dice_.percent(12)) return make_copy(visible);
-  // Where nothing copies what a region is given, its recompute can only raise.
+  // Without a copy of a region's arguments, its recompute can only raise.
   if (features_.writes && is_inside && dice_.percent(nested_hooks_ > 0 ? 35 : 4))
     return make_write(visible);
   if (features_.looks && is_inside && dice_.percent(20)) return make_look(visible);
@@ -91,12 +91,12 @@ std::optional<Statement> Generator::make_about_arguments(const std::vector<int>&
     const int id = !is_inside          ? pick(visible)
                    : dice_.percent(50) ? pick_leaf()
                                        : pick_given(visible);
-    // That one retains its gradient is not said again by a recompute that passes over save_region.
+    // A recompute that skips save_region does not repeat that a tensor retains its gradient.
     const int64_t first = features_.retains && nested_stretches_ == 0 ? 0 : 1,
                   last = static_cast<int64_t>(Hook::Count);
     return make_register(id, static_cast<Hook>(first + dice_.below(last - first)));
   }
-  // What comes back from hooks for a leaf is another object, which no Toggle of the leaf reaches.
+  // Hooks return another object for a leaf, which no Toggle of the leaf reaches.
   if (features_.registers && !features_.hooks && is_inside && dice_.percent(10))
     return make_toggle(visible);
   return std::nullopt;
@@ -133,7 +133,7 @@ Statement Generator::make_look(const std::vector<int>& visible) {
   s.kind = Kind::Look;
   s.args = {pick_given(visible), pick(visible)};
   take_outs(s, 1);
-  // What comes back from hooks, or from what a recompute does not run, is another object.
+  // A value from hooks, or one that a recompute does not compute, is another object.
   while (look_of(s) == Look::SameAsLeaf && (features_.hooks || features_.stretches))
     s.salt = dice_.bits();
   return s;

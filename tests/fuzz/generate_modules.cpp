@@ -7,10 +7,10 @@ namespace fuzz {
 
 void Generator::make_modules() {
   using remat::testing::State;
-  // No start of a recompute is right for a table that is filled once and a counter, so few programs
-  // have both: see may_be_refused.
+  // No start of a recompute is right both for a table that is filled once and for a counter, so few
+  // programs have both: see is_about_modules.
   const int64_t die = dice_.below(100);
-  // A recompute before forward is over is not compared (a documented limit).
+  // A recompute before the end of forward is not compared (a documented limit).
   const bool has_tables = die < 40 && !features_.inner_grad, has_writes = die < 15 || !has_tables;
   const auto is_wanted = [&](State state) {
     return remat::testing::writes_each_time(state) ? has_writes

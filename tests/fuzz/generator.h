@@ -1,5 +1,5 @@
 #pragma once
-// Decides what a random program consists of.
+// Decides the contents of a random program.
 
 #include <functional>
 #include <optional>
@@ -10,7 +10,8 @@
 
 namespace fuzz {
 
-/// What this program may contain; drawn once, so that combinations of few things are frequent.
+/// The permitted contents of this program. They are drawn once, so that combinations of few things
+/// are frequent.
 struct Features {
   bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
       changes, guards, scopes,  // a context_fn excludes debug
@@ -19,7 +20,7 @@ struct Features {
        offloads = false;  // see Topics::arguments
 };
 
-/// The operators that are wanted, each as often as it weighs.
+/// Returns the wanted operators, each as often as its weight.
 std::vector<int> weighted(bool (*is_wanted)(const Operator&));
 
 class Generator {
@@ -40,9 +41,10 @@ class Generator {
   int pick_leaf() {
     return static_cast<int>(dice_.below(static_cast<int64_t>(program_.leaves.size())));
   }
-  /// For a region: above all what programs do more with than compute.
+  /// Picks an argument of a region, with a preference for values that programs use for more than
+  /// computing.
   int pick_argument(const std::vector<int>& visible);
-  /// An argument or a capture of the region that is being made, most of the time.
+  /// Picks an argument or a capture of the region in the making, most of the time.
   int pick_given(const std::vector<int>& visible);
   static void add_outs(const Statement& s, std::vector<int>& visible) {
     for (int i = 0; i < s.outs; ++i) visible.push_back(s.out + i);
@@ -53,26 +55,26 @@ class Generator {
   void take_outs(Statement& s, int outs);
   Block make_block(std::vector<int>& visible, int64_t count, int depth, bool in_catch);
   Statement make_statement(std::vector<int>& visible, int depth, bool in_catch);
-  /// Regions at the end, where most steps begin: in hooks that copy, with an argument that a step
-  /// replaces, with one that has more beside its values than most.
+  /// Adds regions at the end, where most steps begin: in hooks that copy, with an argument that a
+  /// step replaces, and with one that has many properties besides its values.
   void add_regions_about_arguments(std::vector<int>& visible);
-  /// A SavedTensorHooksGuard, or one that offloads, around what `make` makes.
+  /// Makes a SavedTensorHooksGuard, or one that offloads, around the block that `make` makes.
   Statement make_hooks(const std::function<Block()>& make);
-  /// Something that is done with an argument or a capture besides computing with it.
+  /// Makes a use of an argument or a capture besides computing.
   std::optional<Statement> make_about_arguments(const std::vector<int>& visible);
   Statement make_copy(const std::vector<int>& visible);
   Statement make_write(const std::vector<int>& visible);
-  /// Something that a recompute must be done for before forward goes on.
+  /// Makes a statement that needs a recompute before forward continues.
   Statement make_wait(const std::vector<int>& visible);
   Statement make_look(const std::vector<int>& visible);
   Statement make_register(int id, Hook hook);
   Statement make_toggle(const std::vector<int>& visible);
   Statement make_wrap(std::vector<int>& visible, int depth, bool in_catch);
   Statement make_state_guard(std::vector<int>& visible, int depth, bool in_catch);
-  /// pin or save_region.
+  /// Makes a pin or a save_region.
   Statement make_stretch(const std::vector<int>& visible, int depth, bool in_catch);
   PolicySpec make_policy();
-  /// The options of a region.
+  /// Draws the options of a region.
   void draw_options(Statement& s);
   Statement make_region(const std::vector<int>& visible, int depth, bool in_catch);
   Step make_step(bool last);
@@ -82,14 +84,14 @@ class Generator {
   Program program_;
   Features features_{};
   std::vector<int> top_level_;
-  std::vector<int> given_;  // arguments and captures of the region that is being made
-  int favourite_ = -1;      // what regions are most likely given
-  int spared_ = -1;         // a leaf that regions have as an argument only
+  std::vector<int> given_;  // arguments and captures of the region in the making
+  int favourite_ = -1;      // the most likely argument of regions
+  int spared_ = -1;         // a leaf that regions get as an argument only
   int next_ = 0;
   int nested_wraps_ = 0, nested_hooks_ = 0;
   int nested_stretches_ = 0;
   bool has_waited_ = false;  // in the last statement
-  int state_guards_ = 0;     // around the statement that is being made
+  int state_guards_ = 0;     // around the statement in the making
 };
 
 }  // namespace fuzz

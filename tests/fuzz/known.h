@@ -1,5 +1,5 @@
 #pragma once
-// The open findings of the fuzzer, from a file: seeds whose disagreement is known.
+// The open findings of the fuzzer, from a file: seeds with a known disagreement.
 
 #include <cstdint>
 #include <string>

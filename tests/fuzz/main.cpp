@@ -1,19 +1,21 @@
-// Differential fuzzing: random programs with regions give what they give without them.
+// Differential fuzzing: random programs must have the same results with regions as without.
 //
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
-//   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too, with --arguments
-// they do more with what regions are given: write to it, look at what it has beside its values,
-// hang hooks on it, give it other storages. With --copies most regions keep copies of their
-// arguments. With --moves most hooks are guards that move what is saved, and regions move their
-// inputs. With --modules they call modules whose forward writes to buffers. With --budgets their
-// regions are none, and they run within byte budgets. With --waits functions of regions take
-// gradients and read what nodes saved, and then write to what they were given. With --device cuda
-// they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1. With
-// --first the first finding ends the run, and only its seed and kind are printed. Findings of
-// tests/fuzz/known.txt are reported as known, and --known runs those alone. The last line is always
-// "N programs, M findings".
+//   fuzz --seed S [--print]        one program; with --print its text only
+// Options add topics to the programs:
+//
+//   --selective    policies, names, pin and save_region
+//   --arguments    other uses of arguments: writes, looks at properties, hooks, other storages
+//   --copies       most regions keep copies of their arguments
+//   --moves        most hooks are guards that move saved tensors; regions move their inputs
+//   --modules      calls of modules whose forward writes to buffers
+//   --budgets      no regions; the programs run within byte budgets
+//   --waits        functions take gradients, read saved tensors of nodes, then write to arguments
+// With --device cuda the programs run there. A finding is shrunk (on the CPU) and printed, and the
+// exit status is 1. With --first the first finding ends the run, and only its seed and kind are
+// printed. Findings of tests/fuzz/known.txt are reported as known; --known runs those alone. The
+// last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -65,7 +67,7 @@ std::optional<fuzz::Finding> look_at(const fuzz::Program& program) {
   return has_budgets ? fuzz::check_budgets(program) : fuzz::check(program);
 }
 
-/// Says which program ended the process, which nothing else would.
+/// Prints the program that ended the process, which would otherwise remain unknown.
 void die(int signal) {
   char text[160];
   const int length =
@@ -75,7 +77,7 @@ void die(int signal) {
   _exit(1);
 }
 
-/// The finding of a program in a process of its own, since a candidate may crash or hang.
+/// Returns the finding of a program in a process of its own, since a candidate may crash or hang.
 std::string kind_in_child(const fuzz::Program& program) {
   int ends[2];
   if (pipe(ends) != 0) return "";
@@ -117,7 +119,7 @@ fuzz::Program shrink(fuzz::Program program, const std::string& kind) {
   return program;
 }
 
-/// Whether the program of this seed agrees; prints the finding if not, and makes it smaller first.
+/// Returns whether the program of this seed agrees; otherwise prints the finding, shrunk first.
 bool agrees(uint64_t seed, bool shrinks) {
   running_seed = seed;
   alarm(seconds_for_a_program);
@@ -149,7 +151,7 @@ void set_topics(const std::vector<std::string>& names) {
   topics.arguments |= topics.waits;
 }
 
-/// Runs each known finding, and says which agree by now.
+/// Runs each known finding, and prints those that agree by now.
 int run_known() {
   uint64_t mended = 0, open = 0;
   for (const fuzz::KnownFinding& each : fuzz::known_findings()) {
@@ -236,7 +238,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   at::set_num_threads(1);
-  if (in_child) {  // a seed that ends the process: shrunk with a process a try
+  if (in_child) {  // the seed ends the process, so each try of the shrinking gets a process
     const fuzz::Program program = fuzz::generate(first, topics);
     const std::string kind = kind_in_child(program);
     std::cout << "seed " << first << ": " << kind << "\n";

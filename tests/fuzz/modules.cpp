@@ -1,4 +1,4 @@
-// Makes a program's modules, calls them in the ways that the library has, and records their state.
+// Makes a program's modules, calls them in all ways that the library has, and records their state.
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -11,7 +11,7 @@ namespace fuzz {
 using remat::testing::StatefulImpl;
 using Form = ModuleSpec::Form;
 
-/// A module, with what its form needs.
+/// A module, with the objects that its form needs.
 class Stateful {
  public:
   Stateful(const ModuleSpec& spec, const Tensor& weight, bool all_values) {
@@ -32,13 +32,13 @@ class Stateful {
     remat::require_checkpointing(*sequential_, {.name = "0"}, options);
   }
 
-  /// The module, or the Sequential around it.
+  /// Returns the module, or the Sequential around it.
   std::shared_ptr<torch::nn::Module> root() const {
     if (sequential_) return sequential_.ptr();
     return module_;
   }
 
-  /// Without a region of its own.
+  /// Calls the module without a region of its own.
   Tensor call_plainly(const Tensor& x) const { return module_->StatefulImpl::forward(x); }
 
   Tensor call(const remat::CheckpointOptions& options, const Tensor& x, uint64_t salt) const {

@@ -1,4 +1,4 @@
-// The operators that are autograd Functions of their own, or hang hooks on tensors.
+// The operators that are autograd Functions of their own, or register hooks on tensors.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -59,7 +59,7 @@ struct TwoOutputs : Function<TwoOutputs> {
   }
 };
 
-/// Its backward runs another backward, through a region.
+/// Runs in its backward another backward, through a region.
 struct BackwardInBackward : Function<BackwardInBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
     ctx->save_for_backward({x});
@@ -96,7 +96,7 @@ void add_functions(std::vector<Operator>& t) {
   t.push_back({"ReadsTwice", 1, 1, function<ReadsTwice>()});
   t.back().reads_twice = true;
   t.push_back({"KeepsMask", 1, 1, function<KeepsMask>()});
-  // Not on a view: LibTorch then makes a cycle of the node and the output it saved.
+  // Not on a view: LibTorch then makes a cycle of the node and its saved output.
   t.push_back({"ChangesInput", 1, 1, [](const Tensors& a, Dice&, const Surroundings&) -> Tensors {
                  const Tensor x = floating(a[0]);
                  return {ChangesInput::apply(x.is_view() ? x.clone() : x)};

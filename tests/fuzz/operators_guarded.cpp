@@ -1,5 +1,4 @@
-// The operators that use what state guards preserve: numbers of a provider, generators of their
-// own.
+// The operators that use state preserved by guards: numbers of a provider, generators of their own.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,7 +11,7 @@ namespace fuzz {
 
 namespace {
 
-/// `f` of operand 0 and of one of the two generators; operand 0 alone where that is not guarded.
+/// Returns `f` of operand 0 and one of the two generators; operand 0 alone without a guard.
 template <class F>
 auto drawing(F f) {
   return [f](const Tensors& a, Dice& dice, const Surroundings& around) -> Tensors {

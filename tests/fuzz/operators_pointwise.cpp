@@ -25,14 +25,14 @@ auto binary(Binary f) {
   };
 }
 
-/// `b` such that it expands to the shape of `a`.
+/// Returns `b` in a form that expands to the shape of `a`.
 Tensor into(const Tensor& b, const Tensor& a) {
   const Tensor x = like(b, a);
   if (x.dim() <= a.dim() && at::infer_size(a.sizes(), x.sizes()) == a.sizes()) return x;
   return x.mean();
 }
 
-/// Part of `a`, to be changed in place.
+/// Returns a part of `a`, to be changed in place.
 Tensor part(const Tensor& a, Dice& dice) {
   if (a.dim() == 0 || a.numel() == 0) return a;
   const int64_t dim = dice.below(a.dim()), size = a.size(dim);

@@ -158,8 +158,8 @@ void add_reductions(std::vector<Operator>& t) {
                }});
   t.push_back({"max_pool1d", 1, 1, one([](const Tensor& a, Dice&) {
                  const Tensor x = cube(a);
-                 // Whether it is a view depends on the way that LibTorch takes (under a dispatch
-                 // mode).
+                 // The result may or may not be a view, by the way that LibTorch takes (under a
+                 // dispatch mode).
                  return at::max_pool1d(x, {x.size(2) > 1 ? 2 : 1}, {1}).clone();
                })});
   t.push_back({"avg_pool1d", 1, 1, one([](const Tensor& a, Dice&) {

@@ -1,4 +1,4 @@
-// The policies that a program's regions have.
+// The policies of a program's regions.
 
 #include <ATen/core/ivalue.h>
 
@@ -87,7 +87,7 @@ uint64_t mixed(uint64_t hash, std::string_view text) {
   return hash;
 }
 
-/// Stateless, so that threads and recomputes get the same answers.
+/// Answers without state, so that threads and recomputes get the same answers.
 CheckpointPolicy answer(uint64_t salt, const PolicyContext& question) {
   uint64_t hash = mixed(mixed(salt, question.op_name), question.name);
   for (const c10::IValue& argument : question.args)

@@ -11,7 +11,7 @@ namespace fuzz {
 
 namespace {
 
-/// The values that exist at a place, to print what an operand really names.
+/// The values that exist at a place, to print the value that an operand really means.
 using Visible = std::set<int>;
 
 std::string value(int id) { return "v" + std::to_string(id); }

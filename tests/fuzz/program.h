@@ -1,9 +1,9 @@
 #pragma once
-// A random program as data: what the fuzzer generates, prints, shrinks and runs.
+// A random program as data, which the fuzzer generates, prints, shrinks and runs.
 //
-// Values have numbers. An operand names a number; where no such value exists (its statement was
-// removed, or a region does not see it) the nearest lower one that exists is taken, so every
-// program is valid, and stays valid when statements are taken out.
+// Values have numbers, and an operand names a number. If no such value exists (its statement was
+// removed, or a region does not see it), the operand means the nearest lower one that exists. So
+// every program is valid, and stays valid when statements are removed.
 
 #include <cstdint>
 #include <random>
@@ -13,12 +13,12 @@
 
 namespace fuzz {
 
-/// A source of decisions that is the same on every platform and in every run.
+/// A source of decisions that are the same on every platform and in every run.
 class Dice {
  public:
   explicit Dice(uint64_t seed) : engine_(seed) {}
   uint64_t bits() { return engine_(); }
-  /// In [0, n).
+  /// Returns a number in [0, n).
   int64_t below(int64_t n) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(n)); }
   bool percent(int64_t p) { return below(100) < p; }
 
@@ -46,20 +46,20 @@ enum class Kind {
   Debug,
   Hooks,  ///< a SavedTensorHooksGuard; `salt` chooses its functions
   Autocast,
-  Provider,   ///< a StateProviderGuard; the lowest bit of `salt` chooses of what
+  Provider,   ///< a StateProviderGuard; the lowest bit of `salt` chooses the state
   Generator,  ///< a GeneratorGuard, likewise
   Observer,   ///< a RecomputeObserverGuard
   Catch,      ///< try { block } catch (...) {}
   InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
-  Read,       ///< reads here what the node of operand 0 saved; see saved_of
+  Read,       ///< reads the saved tensor of operand 0's node here; see saved_of
   Name,       ///< checkpoint_name of operand 0; `salt` chooses the name
   Pin,        ///< pin of operand 0
-  Stretch,    ///< save_region of `block`, which also sees all around it
-  Offload,    ///< a wrap: a guard that moves what is saved; `salt` chooses it
-  Toggle,     ///< a wrap: operand 0, a leaf, requires no grad meanwhile
+  Stretch,    ///< save_region of `block`, which also sees all values around it
+  Offload,    ///< a wrap: a guard that moves saved tensors; `salt` chooses it
+  Toggle,     ///< a wrap: operand 0, a leaf, does not require grad inside
   Copy,       ///< operand 0 in a storage of its own; with an odd `salt` without its history
   Write,      ///< an operator that changes operand 0, here an argument of the region
-  Look,       ///< operand 1, changed by what operand 0 has beside its values; see look_of
+  Look,       ///< operand 1, changed by properties of operand 0 besides its values; see look_of
   Register,   ///< retain_grad of operand 0, or a hook on it; see hook_of
   Call,       ///< module `op` of operand 0, as a region unless it is inlined; `salt` chooses how
   Throw,
@@ -69,7 +69,7 @@ enum class Kind {
 /// A module with state, made before the program starts.
 struct ModuleSpec {
   enum class Form {
-    Plain,         ///< as it is
+    Plain,         ///< the module itself
     Checkpointed,  ///< remat::Checkpointed
     Applied,       ///< the element of a Sequential, chosen by apply_checkpointing
     Count
@@ -81,7 +81,7 @@ struct ModuleSpec {
   int inner = -1;           ///< an earlier module that it calls
 };
 
-/// How a region's arguments and results travel.
+/// The form of a region's arguments and results.
 enum class Packing {
   Vector,
   Separate,
@@ -95,7 +95,7 @@ enum class Packing {
   Count
 };
 
-/// What a region keeps of its operators.
+/// The treatment of a region's operators.
 struct PolicySpec {
   enum class Kind {
     None,
@@ -107,7 +107,7 @@ struct PolicySpec {
     AllButNames,
     OffloadNames,
     Union,  ///< of operators and names
-    Count   ///< of those that are drawn
+    Count   ///< of the operators that the seed draws
   };
   Kind kind = Kind::None;
   uint64_t salt = 0;
@@ -115,15 +115,15 @@ struct PolicySpec {
 };
 constexpr int num_names = 4;
 
-/// What a Look looks at.
+/// The property that a Look reads.
 enum class Look { Grad, IsLeaf, RequiresGrad, RetainsGrad, OutputNr, SameAsLeaf, Count };
-/// What a Register registers.
+/// The hook that a Register registers.
 enum class Hook { RetainGrad, Double, AddOne, Count };
 
 struct RegionSpec {
-  std::vector<std::pair<int, int>> args;     ///< value outside, value inside
-  std::vector<int> captures;                 ///< values outside that the function captures
-  std::vector<std::pair<int, int>> results;  ///< value inside, value outside
+  std::vector<std::pair<int, int>> args;     ///< outer value, inner value
+  std::vector<int> captures;                 ///< outer values that the function captures
+  std::vector<std::pair<int, int>> results;  ///< inner value, outer value
   Packing packing = Packing::Vector;
   bool checkpointed_form = false;  ///< remat::checkpointed(fn)(args...)
   bool inlined = false;            ///< shrunk: called without a checkpoint
@@ -168,7 +168,7 @@ struct Step {
     Replace,  ///< a leaf gets another storage, or a larger one
     Again     ///< the whole block runs once more; its values take the place of the old ones
   };
-  /// How a Replace does it.
+  /// The way in which a Replace replaces.
   enum class Means { SetData, SetDataTransposed, Set, Resize, Count };
   Kind kind = Kind::Grad;
   std::vector<int> outputs;  ///< values of the outermost block
@@ -188,7 +188,7 @@ inline Step::Means means_of(const Step& step) {
   return static_cast<Step::Means>(step.salt % static_cast<uint64_t>(Step::Means::Count));
 }
 
-/// What the steps share their recomputes through.
+/// The scope in which the steps share their recomputes.
 enum class Sharing { None, Group, Cache, SmallCache };
 
 struct Program {
@@ -198,41 +198,41 @@ struct Program {
   Block block;
   std::vector<Step> steps;
   bool all_values = false;   ///< every region compares values
-  bool large = false;        ///< tensors of some thousand elements: stops really happen
+  bool large = false;        ///< tensors of some thousand elements, so that stops really happen
   bool drop_values = false;  ///< only outputs are alive at the steps
   Sharing sharing = Sharing::None;
 };
 
-/// What a block contains, itself and in the blocks in it.
+/// The contents of a block and its inner blocks.
 struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
        no_grad = false, catches = false, backward_in_hook = false, writes_late = false,
        captures = false, writes_inside = false, writes_arguments = false, looks = false,
-       keeping_hooks = false,   ///< which keep the tensor itself: see Interpreter::hooks
-      policies = false,         ///< under which operators are seen
-      keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
+       keeping_hooks = false,   ///< hooks that keep the tensor itself: see Interpreter::hooks
+      policies = false,         ///< in which operators are seen
+      keeps_unchanged = false,  ///< values that must not change: by a policy, pin or save_region
       stretches = false;
   int regions = 0, statements = 0, depth = 0;
 };
 Contents contents(const Block& block);
 
-/// What programs have beside the usual.
+/// Contents of programs beside the usual ones.
 struct Topics {
   bool selective = false;  ///< policies, names, pin and save_region
-  /// What functions do with what they are given, besides computing with it (they write to it, look
-  /// at what it has beside its values, hang hooks on it), and other storages for it between steps.
+  /// Functions use their arguments for more than computing: they write to them, look at properties
+  /// besides the values, and register hooks on them. Arguments get other storages between steps.
   bool arguments = false;
   /// Regions keep copies of their arguments.
   bool copies = false;
-  /// Functions wait for recomputes in forward (they take gradients, and read what nodes saved), and
-  /// then write to what they were given.
+  /// Functions wait for recomputes in forward (they take gradients, and read saved tensors of
+  /// nodes), and then write to their arguments.
   bool waits = false;
-  bool moves = false;  ///< most hooks are guards that move what is saved; regions move their inputs
+  bool moves = false;  ///< most hooks are guards that move saved tensors; regions move their inputs
   bool modules = false;  ///< modules whose forward writes to buffers
 };
 Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);
-/// Every program that is one step smaller, largest steps first.
+/// Returns every program that is one step smaller, largest steps first.
 std::vector<Program> smaller(const Program& program);
 
 }  // namespace fuzz

@@ -16,7 +16,7 @@ namespace fuzz {
 
 namespace {
 
-/// Takes part by ADL.
+/// A struct that takes part by ADL.
 struct Bundle {
   Tensor first;
   int number = 0;

@@ -26,17 +26,18 @@ at::Generator generator_from(uint64_t seed) {
   return generator;
 }
 
-/// The origin of a tensor made from `sources`: theirs if it is a view of one.
+/// Returns the origin of a tensor made from `sources`: a source's origin if the tensor is its view.
 std::shared_ptr<Origin> origin_of(const Tensor& made, const std::vector<Value>& sources) {
   for (const Value& source : sources)
     if (same_storage(made, source.tensor)) return source.origin;
   return std::make_shared<Origin>();
 }
 
-/// What save_region returns: also what a recompute, which does not run it, could not know.
+/// The results of save_region, with their relations, which a recompute that does not run it cannot
+/// know.
 struct StretchResult {
   Tensors tensors;
-  std::vector<int> same_as;   ///< the value outside of which the result is a view
+  std::vector<int> same_as;   ///< the outer value of which the result is a view
   std::vector<size_t> first;  ///< the first result that it shares its storage with
   std::map<int, Origin> uses;
 };
@@ -199,9 +200,9 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const Origin& origin = *value.origin;
   const bool is_risky = origin.foreign || origin.as_argument || origin.as_capture;
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
-  // A tensor without grad that a frame keeps must not get a history: if that leads back to the
-  // frame nothing frees them, as in LibTorch for a tensor that a node saved. Nor may one that the
-  // graph of a captured tensor may have saved.
+  // A tensor without grad that a frame keeps must not get a history: if the history leads back to
+  // the frame, a cycle keeps both alive, as for a saved tensor of a LibTorch node. The same holds
+  // for a tensor that the graph of a captured tensor may have saved.
   const bool makes_cycle = (is_risky && !t.requires_grad()) || contents_.captures;
   if (overlaps_itself(t) || origin.leaf || makes_cycle || is_leaf_with_grad(t) ||
       (is_risky && !is_bold))
@@ -245,7 +246,7 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
   for (const auto& [outside, inside] : spec.args) args.push_back(see(values, outside).tensor);
   const auto body = [this, &s, &values, &spec](const Tensors& given) {
     Environment inner;
-    // Nothing outside is changed in there, since a recompute would not repeat it.
+    // No outer value changes inside, since a recompute would not repeat the change.
     const auto fixed = [](const Tensor& tensor) {
       return Value{tensor, std::make_shared<Origin>(Origin{.foreign = true, .leaf = true})};
     };
@@ -295,8 +296,8 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
 
 void Interpreter::run_read(const Statement& s, Environment& values) {
   const Value of = see(values, s.args[0]);
-  // What was given to the region has another node in a recompute, or none (Rule 2), as has what it
-  // keeps.
+  // An argument of the region has another node in a recompute, or none (Rule 2), and so has a kept
+  // value.
   const bool has_own_node = !of.origin->foreign && !contents_.stretches;
   Value made = of;
   Tensor saved = has_own_node ? saved_of(of.tensor) : Tensor();
@@ -315,7 +316,8 @@ void Interpreter::run_read(const Statement& s, Environment& values) {
 
 void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
   const Value of = see(values, s.args[0]), with = see(values, s.args[1]);
-  // Through the region's arguments a recompute has no graph (Rule 2): only what was made inside.
+  // A recompute has no graph through the region's arguments (Rule 2), so only inner tensors take
+  // part.
   if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign ||
       of.origin->foreign)
     return;
@@ -383,18 +385,18 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   for (const int id : spec.captures) {
     seen.push_back(see(values, id));
     seen.back().origin->as_capture = true;
-    const Origin inside{.foreign = true, .leaf = true};  // never changed in there
+    const Origin inside{.foreign = true, .leaf = true};  // never changed inside
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
   std::vector<Origin> origins;  // of the arguments, inside
   for (const auto& [outside, inside] : spec.args) {
     const Origin& origin = *see(values, outside).origin;
-    // What a region around captured and gives on it would write to once more in each recompute (a
-    // documented limit).
+    // If a region around captured it and passes it on, each recompute would write to it once more
+    // (a documented limit).
     origins.push_back({.leaf = origin.leaf && regions_around_ > 0,
                        .captured = origin.leaf || origin.captured || origin.as_capture});
   }
-  const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
+  const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by inner regions
   const auto runs = std::make_shared<int64_t>(0);
   const Body body = [this, &s, captured, origins, uses, runs, with = guards_,
                      around = regions_around_](const Tensors& tensors) {

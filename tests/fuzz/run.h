@@ -1,5 +1,5 @@
 #pragma once
-// Runs one program, plainly or checkpointed, and records what can be seen from outside.
+// Runs one program, plainly or checkpointed, and records its visible results.
 
 #include <ATen/core/Tensor.h>
 
@@ -23,25 +23,25 @@ enum class Mode {
   Checkpointed,
   Undone,        ///< plain, and every saved tensor is copied when it is saved: the gradients with
                  ///< later changes in place undone
-  UndoneInside,  ///< the same of what is saved in regions; the rest of the program is plain
-  Unchanged      ///< plain, without the changes between forward and backward of what regions use
+  UndoneInside,  ///< likewise for tensors saved in regions; the rest of the program is plain
+  Unchanged      ///< plain, without changes of the regions' tensors between forward and backward
 };
 
-/// One thing seen: its metadata as text, and its bytes.
+/// One visible result: its metadata as text, and its bytes.
 struct Entry {
   std::string label, meta, bytes;
   bool operator==(const Entry&) const = default;
 };
 
-/// What was changed up to here, in place if nothing else is said.
+/// Changes up to here, in place unless said otherwise.
 struct Changes {
-  bool may_raise = false;          ///< something that a region depends on
-  bool unchecked = false;          ///< the same, where only DeterminismCheck::Values could see it
-  bool inside = false;             ///< by a region: something that it was given
-  bool written = false;            ///< by a Write: an argument, or what a function made of it
-  bool registered = false;         ///< by a region: hooks or requires_grad of what it was given
-  bool replaced_argument = false;  ///< the storage of a leaf that regions were given
-  bool replaced_capture = false;   ///< of one that they captured
+  bool may_raise = false;          ///< of something that a region depends on
+  bool unchecked = false;          ///< the same, if only DeterminismCheck::Values detects it
+  bool inside = false;             ///< by a region: of its arguments
+  bool written = false;            ///< by a Write: of an argument, or of a value made of it
+  bool registered = false;         ///< by a region: of hooks or requires_grad of its arguments
+  bool replaced_argument = false;  ///< of the storage of a leaf that regions got as an argument
+  bool replaced_capture = false;   ///< of the storage of a leaf that regions captured
 };
 
 /// The forward, or one step.
@@ -57,14 +57,14 @@ struct Record {
   std::vector<Stage> stages;
   int64_t held_bytes = 0;  ///< after forward
   Changes changes;
-  std::vector<std::string> faults;  ///< what was left behind
+  std::vector<std::string> faults;  ///< leftovers
   int64_t leaked_bytes = 0;
 };
 
 Record run(const Program& program, Mode mode);
 
 struct Finding {
-  std::string kind;  ///< the same for the same fault in a smaller program
+  std::string kind;  ///< equal for the same fault in a smaller program
   std::string text;
 };
 std::optional<Finding> check(const Program& program);
@@ -80,11 +80,11 @@ struct UserError : std::runtime_error {
 
 // ---- inside a run ------------------------------------------------------------------------------
 
-/// Where a storage comes from, as far as changes in place must know; shared by all that alias it.
+/// The origin of a storage, as far as changes in place depend on it; shared by all its aliases.
 struct Origin {
   bool foreign = false;      ///< an argument or captured variable of the region that runs
   bool leaf = false;         ///< never changed in place by the program
-  bool captured = false;     ///< of an argument: something that regions may also see as a capture
+  bool captured = false;     ///< of an argument: regions may see it as a capture, too
   bool as_argument = false;  ///< given to a region that was run
   bool as_capture = false;
 };
@@ -94,7 +94,7 @@ struct Value {
 };
 using Environment = std::map<int, Value>;
 
-/// How many state guards are around a statement; a region's recomputes have those of its forward.
+/// The number of state guards around a statement; a region's recomputes have those of its forward.
 struct GuardsAround {
   std::array<int, 2> numbers{}, generators{};
   int observers = 0;
@@ -103,7 +103,7 @@ struct GuardsAround {
 /// A module of a program; defined in modules.cpp.
 class Stateful;
 
-/// Sets a value for a time.
+/// Sets a value for its lifetime.
 template <class T>
 class Instead {
  public:
@@ -129,7 +129,7 @@ class Interpreter {
   void run_step(const Step& step);
   void run_all(Stage& stage);
   Tensors make_leaves();
-  /// The value that an operand names. Notes a leaf that a region captures so.
+  /// Returns the value that an operand names. Notes a leaf that a region captures in this way.
   const Value& see(const Environment& values, int id);
   void run_block(const Block& block, Environment& values);
   void run_operator(const Statement& s, Environment& values);
@@ -142,7 +142,7 @@ class Interpreter {
   void run_copy(const Statement& s, Environment& values);
   void make_modules();
   void run_call(const Statement& s, Environment& values);
-  /// The modules that the function of a region calls without regions of their own.
+  /// Collects the modules that the function of a region calls without regions of their own.
   void collect_modules(const Block& block,
                        std::vector<std::shared_ptr<torch::nn::Module>>& found) const;
   void record_modules(Stage& stage);
@@ -151,16 +151,17 @@ class Interpreter {
   void run_stretch(const Statement& s, Environment& values);
   void run_read(const Statement& s, Environment& values);
   void run_inner_grad(const Statement& s, Environment& values);
-  /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
+  /// Returns operand 0 of an operator that changes it in place: itself, or a copy if it may not
+  /// change.
   Value changeable(const Value& value, Dice& dice);
-  /// Operand 0 of a Write: itself where it is an argument that may be changed.
+  /// Returns operand 0 of a Write: itself if it is an argument that may change.
   Value writable(const Value& value, Dice& dice);
-  /// Also says what regions inside did with the results.
+  /// Runs the body of a region. `uses` gets the uses of its results in inner regions.
   Tensors run_body(const Statement& s, const Environment& captured, const Tensors& args,
                    const std::vector<Origin>& origins, std::vector<Origin>& uses);
   remat::CheckpointOptions options(const RegionSpec& spec);
   std::unique_ptr<remat::SavedTensorHooksGuard> hooks(uint64_t salt);
-  /// Which copy what is saved, if the mode is `mode`.
+  /// Returns hooks that copy saved tensors, if the mode is `mode`.
   std::unique_ptr<remat::SavedTensorHooksGuard> copies_in(Mode mode);
   void differentiate(const Step& step, Stage& stage);
   void change(const Step& step);
@@ -187,30 +188,30 @@ class Interpreter {
   int64_t bytes_before_steps_ = 0;  // of recomputed tensors alive
 };
 
-/// remat::checkpoint(...) of `body` with the arguments and the result packed as `packing` says.
-/// `body` must be copyable: std::function<Tensors(Tensors)>.
+/// Runs remat::checkpoint(...) of `body`, with the arguments and the result in the form of
+/// `packing`. `body` must be copyable: std::function<Tensors(Tensors)>.
 using Body = std::function<Tensors(Tensors)>;
 Tensors call_region(Packing packing, bool checkpointed_form,
                     const remat::CheckpointOptions& options, const Body& body, const Tensors& args);
 
 remat::Policy policy_of(const PolicySpec& spec);
-/// Of what moves: none, one, two or all.
+/// Returns the prefetch depth of moved values: none, one, two or all.
 int64_t prefetch_depth_of(uint64_t salt);
 
-/// Runs `body` and notes in `stage` what it throws.
+/// Runs `body` and notes its error in `stage`.
 void record_errors(Stage& stage, const std::function<void()>& body);
 
-/// What the node of `a` saved of floating point numbers, read now; undefined if it is none of those
-/// that are known here.
+/// Reads the floating-point tensor that the node of `a` saved. Undefined if the node is not one of
+/// the known ones.
 Tensor saved_of(const Tensor& a);
 
 const Value& look_up(const Environment& values, int id);
 
 bool overlaps_itself(const Tensor& a);
 
-/// Whether it is a leaf that requires grad. A view of what was changed in place is none, but says
-/// so only when somebody has asked for its node, which is made then: a region asks for its
-/// arguments', plain code may not.
+/// Returns whether the tensor is a leaf that requires grad. A view of a tensor changed in place is
+/// no leaf, but reports so only after a first call for its node, which makes the node. A region
+/// makes that call for its arguments; plain code need not.
 bool is_leaf_with_grad(const Tensor& a);
 
 }  // namespace fuzz

@@ -1,4 +1,4 @@
-// Reads what nodes saved, as programs do that look into a graph.
+// Reads saved tensors of nodes, as programs do that look into a graph.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>

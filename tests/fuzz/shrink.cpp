@@ -9,9 +9,9 @@ namespace fuzz {
 
 namespace {
 
-using Edit = std::function<bool(Program&)>;  // false: nothing to do here
+using Edit = std::function<bool(Program&)>;  // returns false if it has no effect here
 
-/// The block reached by `path`: the index of a statement with a block, level by level.
+/// Returns the block reached by `path`: the index of a statement with a block, level by level.
 Block& at_path(Program& program, const std::vector<size_t>& path) {
   Block* block = &program.block;
   for (const size_t i : path) block = &(*block)[i].block;
@@ -71,7 +71,7 @@ void edit_block(const Block& block, std::vector<size_t>& path, Add&& add) {
     const bool has_arguments = block[i].kind == Kind::Region || block[i].kind == Kind::Stretch;
     if (has_arguments || block[i].kind == Kind::Call) simplify_options(path, i, add);
     if (!has_arguments && !block[i].block.empty()) {
-      add([path, i](Program& p) {  // the wrap goes, what it wraps stays
+      add([path, i](Program& p) {  // removes the wrap and keeps its contents
         Block& b = at_path(p, path);
         const Block inner = std::move(b[i].block);
         b.erase(b.begin() + i);

@@ -1,4 +1,4 @@
-// Runs a program's steps, and records what they gave.
+// Runs a program's steps, and records their results.
 
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
@@ -23,31 +23,32 @@ remat::MemoryMeter& meter() {
   return first;
 }
 
-/// Of tensors, wherever they are.
+/// Returns the bytes of tensors on the CPU and on the programs' device.
 int64_t live_bytes() {
   int64_t bytes = meter().live_bytes();
   if (!device().is_cpu()) bytes += remat::testing::device_bytes(device().index());
   return bytes;
 }
 
-/// The bits, NaNs included. Nothing on a CPU with one thread makes two runs differ, so everything
-/// that is compared is compared bit by bit.
+/// Returns the bits, NaNs included. Two runs on a CPU with one thread do not differ by chance, so
+/// all comparisons are bit by bit.
 std::string bytes_of(const Tensor& t) {
   const Tensor dense = t.detach().resolve_conj().resolve_neg().contiguous().cpu();
   return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
 }
 
-/// An accelerator's engine thread may still be letting go of a backward that has returned.
+/// Waits for an accelerator's engine thread, which may still be releasing a backward that has
+/// returned.
 template <class Condition>
 void settle(const Condition& is_settled) {
   for (int i = 0; i < 1000 && !device().is_cpu() && !is_settled(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-/// So few that regions drop out of a small cache.
+/// [bytes] so few that regions drop out of a small cache.
 constexpr int64_t small_cache_bytes = 600;
 
-/// Held while the steps run.
+/// The guards that are alive while the steps run.
 struct SharingGuards {
   explicit SharingGuards(Sharing sharing) {
     if (sharing == Sharing::Group) group.emplace();
@@ -89,7 +90,7 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
     stage.entries.push_back({label, "undefined", ""});
     return;
   }
-  // A view whose base was changed in place is no leaf from when its node is first asked for.
+  // A view whose base was changed in place stops being a leaf at the first call for its node.
   try {
     tensor.grad_fn();
   } catch (const c10::Error&) {
@@ -103,7 +104,7 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
 
 void Interpreter::record_gradient(Stage& stage, const std::string& label, const Tensor& gradient) {
   record_tensor(stage, label, gradient);
-  // Whether the engine adds to a gradient in place depends on who else holds it.
+  // The engine adds to a gradient in place or not, depending on its other holders.
   std::string& meta = stage.entries.back().meta;
   meta = meta.substr(0, meta.find(" version"));
 }
@@ -124,7 +125,7 @@ void Interpreter::record_state(Stage& stage) {
   for (const auto& [id, value] : values_)
     if (value.tensor.defined() && value.tensor.retains_grad())
       record_gradient(stage, "retained gradient", value.tensor.grad());
-  // A gradient taken inside a region is taken again in a recompute, hooks included.
+  // A recompute takes a gradient inside a region again, hooks included.
   if (!contents_.inner_grad)
     stage.entries.push_back({"calls of tensor hooks", std::to_string(calls), ""});
 }
@@ -162,7 +163,7 @@ void Interpreter::differentiate(const Step& step, Stage& stage) {
   if (step.hooks) around = hooks(step.salt);
   for (int order = 1; order <= step.order; ++order) {
     const bool create = order < step.order;
-    // Without `inputs` also leaves made by the program get gradients; with create_graph those
+    // Without `inputs`, leaves made by the program get gradients, too. With create_graph those
     // would refer to their own graph for ever.
     const Tensors only = step.inputs.empty() && step.order == 1 ? Tensors() : inputs;
     Tensors grads;
@@ -217,7 +218,7 @@ void Interpreter::run_step(const Step& step) {
     body();
   }
   for (Value& leaf : leaves_) {
-    // But for programs that look at gradients: their steps leave them as they are.
+    // Steps of programs that look at gradients leave them unchanged.
     if (step.order > 1 && !contents_.looks) leaf.tensor.mutable_grad() = Tensor();
   }
   record_state(stage);
@@ -228,7 +229,7 @@ void Interpreter::run_step(const Step& step) {
   const bool is_sharing = program_.sharing != Sharing::None;
   settle([&] { return is_sharing || remat::counters().recomputed_bytes_alive == before; });
   const int64_t alive = remat::counters().recomputed_bytes_alive;
-  // In a thread a step shares nothing, but may end a graph of which the others hold tensors.
+  // In a thread a step shares nothing, but it may end a graph whose tensors the others hold.
   if (!is_sharing || step.in_thread)
     fault(is_sharing ? alive > before : alive != before, "recomputed bytes are still alive");
   if (program_.sharing == Sharing::SmallCache)
@@ -273,8 +274,8 @@ Record run(const Program& program, Mode mode) {
   Record record;
   const remat::Counters before = remat::counters();
   const int64_t bytes = live_bytes();
-  // A thread of its own: after a failed backward the engine's queue, one for a thread, keeps the
-  // tasks that were left, and with them the graph, until the thread ends.
+  // A thread of its own: after a failed backward, the engine's queue keeps the remaining tasks and
+  // their graph until the thread ends.
   std::thread([&] {
     at::init_num_threads();
     std::optional<remat::BudgetGuard> budget;

@@ -9,7 +9,7 @@ namespace fuzz {
 
 namespace {
 
-/// A copy with the same layout, offset included, so that the same kernels run on it.
+/// Returns a copy with the same layout, offset included, so that the same kernels run on it.
 Tensor exact_copy(const Tensor& a) {
   at::NoGradGuard no_grad;
   if (!a.has_storage()) return a.detach().clone();
@@ -28,7 +28,7 @@ Tensor with_layout_of(const Tensor& layout, const Tensor& numbers) {
   return copy.copy_(numbers);
 }
 
-/// A pack and unpack that are exact, and keep the layout.
+/// Packs and unpacks exactly, and keeps the layout.
 std::pair<bool, Tensor> twice(const Tensor& a) {
   const bool is_number = a.is_floating_point() && a.has_storage() && !overlaps_itself(a);
   return {is_number, is_number ? with_layout_of(a, a * 2) : a.detach()};

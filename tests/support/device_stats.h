@@ -1,5 +1,5 @@
 #pragma once
-// What the allocator of an accelerator says about its bytes. LibTorch before 2.9 does not ask it.
+// The byte statistics of an accelerator's allocator. LibTorch before 2.9 does not ask for them.
 
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,5 +1,5 @@
 #pragma once
-// Directories for tests, what stands in files there, and files that may not grow.
+// Directories for tests, their files, and files that may not grow.
 
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -29,14 +29,14 @@ inline int64_t occurrences(const std::string& text, const std::string& part) {
   return count;
 }
 
-/// An empty directory that goes when it dies.
+/// An empty directory, which is removed at its end.
 class Folder {
  public:
   Folder() : path_((std::filesystem::temp_directory_path() / "remat-test-XXXXXX").string()) {
     REQUIRE(::mkdtemp(path_.data()) != nullptr);
   }
-  // Not std::filesystem::remove_all: PyPI's LibTorch brings parts of std::filesystem of another
-  // libstdc++, which take the place of this one's and crash.
+  // Not std::filesystem::remove_all: PyPI's LibTorch exports parts of std::filesystem of another
+  // libstdc++, which replace those of this one and crash.
   ~Folder() {
     for (const auto& each : std::filesystem::directory_iterator(path_))
       ::unlink(each.path().c_str());
@@ -49,7 +49,7 @@ class Folder {
     return std::distance(std::filesystem::directory_iterator(path_),
                          std::filesystem::directory_iterator());
   }
-  /// Open files of this process that were in it, most of which have no name any more.
+  /// Returns the open files of this process that were in the directory. Most have no name any more.
   std::vector<std::filesystem::path> open_files() const {
     std::vector<std::filesystem::path> found;
     for (const auto& each : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -59,7 +59,7 @@ class Folder {
     }
     return found;
   }
-  /// Status of its only open file.
+  /// Returns the status of the directory's only open file.
   struct stat status() const {
     const auto files = open_files();
     REQUIRE(files.size() == 1);
@@ -72,7 +72,7 @@ class Folder {
   std::string path_;
 };
 
-/// Sets the soft limit of a resource while it lives.
+/// Sets the soft limit of a resource for its lifetime.
 class Limit {
  public:
   Limit(__rlimit_resource resource, rlim_t value) : resource_(resource) {
@@ -90,7 +90,7 @@ class Limit {
   rlimit before_{};
 };
 
-/// A file that grows beyond a limit is an error code and no signal.
+/// For its lifetime, a file that grows beyond a limit gives an error code instead of a signal.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : limit_(RLIMIT_FSIZE, bytes) {}

@@ -1,12 +1,12 @@
 #pragma once
-// Whether `InputMode::CopyOnWrite` waits with its copies for a write.
+// Tells whether `InputMode::CopyOnWrite` defers its copies until a write.
 
 #include <c10/core/StorageImpl.h>
 
 namespace remat::testing {
 
-// Where storages do not tell of writes (LibTorch before 2.13) copies are made at once: they cost
-// memory, and there is nothing to notice.
+// Storages that do not report writes (LibTorch before 2.13) are copied at once: the copies cost
+// memory, and there is nothing to detect.
 template <class Storage>
 constexpr bool tells_of_writes = requires(Storage& storage) { storage.has_materializer(); };
 constexpr bool has_lazy_copies = tells_of_writes<c10::StorageImpl>;

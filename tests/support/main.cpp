@@ -1,8 +1,7 @@
-// Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and says which took
-// longest.
+// Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and lists the
+// slowest.
 
-// For Catch2 2, whose one header comes with support.h, after LibTorch's macro of the name CHECK is
-// gone.
+// For Catch2 2, whose one header comes with support.h, after LibTorch's macro CHECK is undefined.
 #define CATCH_CONFIG_RUNNER
 
 #include <ATen/Parallel.h>
@@ -20,8 +19,8 @@
 
 namespace {
 
-// A library that `./dev mutate` has built wants to know which of its places a case has reached, and
-// its time: negative for one that has failed.
+// A library built by `./dev mutate` records the places that a case has reached, and the case's
+// time; negative for a failed case.
 using CaseEnded = void (*)(const char* name, double seconds);
 CaseEnded case_ended = nullptr;
 
@@ -54,7 +53,7 @@ class LeftoverListener : public ListenerBase {
       before_.live_bytes = baseline().live_bytes;
     }
     std::vector<std::string> found = leftovers(before_);
-    // A thread of the engine's pool may still be letting go of the last backward.
+    // A thread of the engine's pool may still be releasing the last backward.
     for (int tries = 0; tries < 50 && !found.empty(); ++tries) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       found = leftovers(before_);
@@ -84,7 +83,8 @@ void print_slowest() {
   }
 }
 
-// What LibTorch allocates once per process would otherwise count against the first test.
+// Allocates the memory that LibTorch allocates once per process, which would otherwise count
+// against the first test.
 void warm_up() {
   const Tensor x = leaf({4, 4});
   at::dropout(x.mm(x).exp(), 0.5, true).sum().backward();
@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
   baseline();  // starts the byte counter before the first tensor
   warm_up();
   case_ended = reinterpret_cast<CaseEnded>(dlsym(RTLD_DEFAULT, "remat_mutation_case_ended"));
-  if (case_ended != nullptr) case_ended("", 0);  // what was reached before the first
+  if (case_ended != nullptr) case_ended("", 0);  // the places reached before the first case
   const int failures = Catch::Session().run(argc, argv);
   print_slowest();
   if (cases_with_leftovers > 0) {

@@ -9,7 +9,7 @@
 
 namespace remat::testing {
 
-/// The parameters of a module, for `require_same_grads`.
+/// Returns the parameters of a module, for `require_same_grads`.
 inline Parameters parameters_of(const torch::nn::Module& module) { return {module.parameters()}; }
 
 }  // namespace remat::testing

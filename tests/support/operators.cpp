@@ -46,7 +46,7 @@ std::unique_ptr<at::ObserverContext> record_call(const at::RecordFunction& call)
   return nullptr;
 }
 
-// An explicit instantiation may name what is private.
+// An explicit instantiation may name a private member.
 template <auto Member>
 struct Reveal {
   friend auto entry_of(const c10::OperatorHandle& op) { return op.*Member; }
@@ -54,7 +54,7 @@ struct Reveal {
 auto entry_of(const c10::OperatorHandle& op);
 template struct Reveal<&c10::OperatorHandle::operatorDef_>;
 
-// LibTorch 2.6 does not show an operator's kernels.
+// Returns an operator's CPU kernel. LibTorch 2.6 has no public access to it.
 template <class Handle>
 auto cpu_kernel_of(const Handle& op) {
   if constexpr (requires { op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU); })
@@ -63,7 +63,7 @@ auto cpu_kernel_of(const Handle& op) {
     return entry_of(op)->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CPU));
 }
 
-// The kernel that stood there before, which it calls.
+// Counts a call, and calls the kernel that it replaces.
 class CountingKernel : public c10::OperatorKernel {
  public:
   using Kernel = decltype(cpu_kernel_of(std::declval<c10::OperatorHandle>()));

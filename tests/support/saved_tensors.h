@@ -1,5 +1,5 @@
 #pragma once
-// Reads what autograd's generated nodes saved: `read_saved(y, &SinBackward0::self_)`.
+// Reads the saved tensors of autograd's generated nodes: `read_saved(y, &SinBackward0::self_)`.
 
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -10,7 +10,8 @@ namespace remat::testing {
 
 namespace nodes = torch::autograd::generated;
 
-/// The node that made `y`, as its generated class; fails the test if it is another.
+/// Returns the node that made `y`, as its generated class; fails the test if it is of another
+/// class.
 template <class NodeType>
 NodeType& node_of(const Tensor& y) {
   auto* node = dynamic_cast<NodeType*>(y.grad_fn().get());
@@ -18,7 +19,7 @@ NodeType& node_of(const Tensor& y) {
   return *node;
 }
 
-/// The saved variable itself, for `register_hooks` and the like.
+/// Returns the saved variable itself, for `register_hooks` and the like.
 template <class NodeType>
 torch::autograd::SavedVariable& saved_of(const Tensor& y,
                                          torch::autograd::SavedVariable NodeType::* member) {
@@ -31,7 +32,7 @@ Tensor read_saved(const Tensor& y, torch::autograd::SavedVariable NodeType::* me
   return saved_of(y, member).unpack();
 }
 
-/// Unpacks a saved output, which needs to be told its node.
+/// Unpacks a saved output, which needs its node.
 template <class NodeType>
 Tensor read_saved_output(const Tensor& y, torch::autograd::SavedVariable NodeType::* member) {
   return saved_of(y, member).unpack(y.grad_fn());

@@ -1,5 +1,5 @@
 #pragma once
-// Functions of autograd's kind that save something, each in another way.
+// Autograd Functions that save something, each in another way.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>

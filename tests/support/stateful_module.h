@@ -1,5 +1,5 @@
 #pragma once
-// A module whose forward reads and writes buffers, in the ways in which modules do.
+// A module whose forward reads and writes buffers, in the ways that are common in modules.
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
@@ -15,7 +15,7 @@
 
 namespace remat::testing {
 
-/// What forward does with its buffers.
+/// The use of its buffers in forward.
 enum class State {
   Counter,    ///< counts calls
   Mean,       ///< moves an exponential mean
@@ -24,7 +24,7 @@ enum class State {
   Halves,     ///< writes through another buffer in the same storage
   Replaced,   ///< lets a buffer grow, by resize_, set_data or set_
   Norm,       ///< moves the statistics of a batch norm
-  Table,      ///< fills a table when it needs more of it, and remembers so in a plain member
+  Table,      ///< fills a table when it needs more of it, and keeps its size in a plain member
   Added,      ///< registers a buffer in the first call
   Constants,  ///< only reads, buffers of several layouts
   Count
@@ -36,7 +36,7 @@ inline const char* name_of(State state) {
   return names[static_cast<int>(state)];
 }
 
-/// Whether each call writes to buffers that recomputes compare.
+/// Returns whether each call writes to buffers that recomputes compare.
 inline bool writes_each_time(State state) { return state < State::Norm; }
 
 class StatefulImpl : public torch::nn::Module {
@@ -55,7 +55,7 @@ class StatefulImpl : public torch::nn::Module {
     }
   }
 
-  /// Calls `call` behind its own parts.
+  /// Sets a module to be called by `call` behind the module's own parts.
   void set_inner(const std::string& name, const std::shared_ptr<torch::nn::Module>& module,
                  std::function<at::Tensor(const at::Tensor&)> call) {
     register_module(name, module);
@@ -69,7 +69,7 @@ class StatefulImpl : public torch::nn::Module {
     return inner_ ? inner_(y) : y;
   }
 
-  /// Buffers that forward only reads, with the memory that they had when they were made.
+  /// Returns buffers that forward only reads, with the memory that they had at construction.
   const std::vector<std::pair<at::Tensor, const void*>>& constants() const { return constants_; }
 
  private:
@@ -89,7 +89,7 @@ class StatefulImpl : public torch::nn::Module {
     return at::TensorOptions(device_).dtype(part.bits(8, 2) == 0 ? at::kDouble : at::kFloat);
   }
 
-  /// Zeros in memory of LibTorch's, with gaps, or in memory of the program's own.
+  /// Returns zeros in memory of LibTorch, with gaps, or in memory of the program.
   at::Tensor zeros(const Part& part, int64_t size) const {
     const uint64_t layout = part.bits(12, 4);
     if (layout == 2) return at::zeros({2 * size}, options(part)).slice(0, 0, 2 * size, 2);
@@ -155,7 +155,8 @@ class StatefulImpl : public torch::nn::Module {
     }
   }
 
-  /// A factor of what the buffer holds; no node saves the buffer itself, which later calls change.
+  /// Returns a factor from the buffer's values. No node saves the buffer itself, which later calls
+  /// change.
   static at::Tensor read(const Part& p) {
     const at::Tensor& from = p.state == State::Halves && p.bits(20, 2) == 0 ? p.other : p.buffer;
     return 1 + 0.25 * from.clone().to(at::kDouble).sum().tanh();
@@ -181,7 +182,7 @@ class StatefulImpl : public torch::nn::Module {
     switch (p.state) {
       case State::Counter:
         if (p.bits(20, 4) == 0)
-          p.buffer.data().add_(1);  // without a trace in the version
+          p.buffer.data().add_(1);  // without a change of the version
         else
           p.buffer.add_(1);
         break;
@@ -231,7 +232,7 @@ class StatefulImpl : public torch::nn::Module {
   }
 
   static at::Tensor run_table(Part& p, const at::Tensor& x) {
-    // A node may save the table itself where it is filled for good in the first call.
+    // A node may save the table itself if the first call fills it for good.
     const bool grows = p.bits(20, 2) == 0;
     const int64_t wanted = grows ? std::clamp<int64_t>(x.numel(), 1, width) : width;
     if (wanted > p.filled) {

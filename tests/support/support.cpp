@@ -28,13 +28,13 @@ uint64_t chosen_seed() {
   return seed;
 }
 
-// The tensor, or its first elements: the text of a large one would bury the failure.
+// Returns the tensor, or its first elements: the text of a large one would hide the failure.
 Tensor shown(const Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() <= 64) return tensor;
   return tensor.detach().reshape(-1).narrow(0, 0, 16);
 }
 
-// Differs from element to element, so that a gradient scaled or permuted by mistake is seen.
+// Returns gradients that differ from element to element, which shows wrong scales and permutations.
 Tensor outer_gradient(const Tensor& output) {
   at::NoGradGuard no_grad;
   Tensor ramp = at::arange(output.numel(), at::kDouble).sub_(output.numel() / 3.0).mul_(0.37);
@@ -220,7 +220,7 @@ Seed::Seed(uint64_t seed)
 
 Seed::~Seed() { set_generator_state(before_); }
 
-// ---- what a test may not leave behind --------------------------------------------------------
+// ---- leftovers of tests --------------------------------------------------------------------
 
 Baseline baseline() {
   const Counters now = counters();

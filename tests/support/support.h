@@ -70,11 +70,11 @@ using Tensors = std::vector<Tensor>;
 
 // ---- tensors and gradients -------------------------------------------------------------------
 
-/// A leaf of standard normal numbers that requires grad (`float` unless said otherwise).
+/// Returns a leaf of standard normal numbers that requires grad (by default `float`).
 Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
-/// A leaf with these values that requires grad; 0-d for one value in no list.
+/// Returns a 0-d leaf with this value that requires grad.
 Tensor leaf_of(double value, at::ScalarType dtype = at::kFloat);
-/// A fresh leaf with the values, strides and `requires_grad` of `like`.
+/// Returns a new leaf with the values, strides and `requires_grad` of `like`.
 Tensor copy_of(const Tensor& like);
 
 struct GradOptions {
@@ -83,14 +83,15 @@ struct GradOptions {
   bool allow_unused = false;
 };
 
-/// d sum(y) / d inputs, by `torch::autograd::grad` with ones as the outer gradient.
+/// Returns d sum(y) / d inputs, by `torch::autograd::grad` with ones as the outer gradient.
 Tensors grad_of(const Tensor& y, const Tensors& inputs, GradOptions options = {});
 
-/// Equal dtype, sizes, layout and elements; equal NaNs count as equal; undefined equals undefined.
+/// Returns whether dtype, sizes, layout and elements are equal; equal NaNs count as equal;
+/// undefined equals undefined.
 bool bit_equal(const Tensor& a, const Tensor& b);
 void require_bit_equal(const Tensors& actual, const Tensors& expected);
 
-/// All that one run of a program leaves to be compared.
+/// Everything that one run of a program leaves for comparison.
 struct Outcome {
   Tensors outputs;
   std::vector<bool> outputs_require_grad;
@@ -98,7 +99,7 @@ struct Outcome {
   Tensor generator_state;
 };
 
-/// Leaves whose grads are compared too: captured by the function, not passed to it.
+/// Leaves whose grads are compared, too: the function captures them instead of taking them.
 struct Parameters {
   Tensors tensors;
 };
@@ -172,7 +173,7 @@ class Calls {
   std::atomic<int64_t> count_{0};
 };
 
-/// `f` that counts its calls in `calls`, which must outlive it.
+/// Returns `f` with a count of its calls in `calls`, which must outlive it.
 template <class F>
 auto counted(Calls& calls, F f) {
   return [&calls, f = std::move(f)](auto&&... args) {
@@ -190,7 +191,7 @@ auto first_then(Calls& calls, F first, G later) {
   };
 }
 
-/// A probe that fails its test when it dies with another number of calls than expected.
+/// A probe that fails its test at its end if the number of calls is not the expected one.
 class ExpectedCalls {
  public:
   ExpectedCalls(int64_t expected, std::string what) : expected_(expected), what_(std::move(what)) {}
@@ -206,7 +207,7 @@ class ExpectedCalls {
   std::atomic<int64_t> count_{0};
 };
 
-/// Counts the living copies of its probes and fails its test when it dies before they do.
+/// Counts the living copies of its probes, and fails its test if it dies before them.
 class Alive {
  public:
   class Probe {
@@ -233,8 +234,9 @@ class Alive {
   std::shared_ptr<std::atomic<int64_t>> count_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
-/// `counters()` since it was made: `Counted done; ... done.now().recomputes`. The two members that
-/// say "now" are not differences.
+/// The difference of `counters()` since its construction:
+/// `Counted done; ... done.now().recomputes`. The two members that count living objects are not
+/// differences.
 class Counted {
  public:
   Counters now() const;
@@ -243,7 +245,7 @@ class Counted {
   Counters start_ = counters();
 };
 
-/// Bytes of CPU tensors since it was made; process-wide.
+/// Bytes of CPU tensors since its construction, in the whole process.
 class LiveBytes {
  public:
   int64_t held() const { return meter_.live_bytes() - start_; }
@@ -265,7 +267,7 @@ class OpCounter {
   OpCounter(const OpCounter&) = delete;
   OpCounter& operator=(const OpCounter&) = delete;
   int64_t count(const std::string& op) const;
-  /// Every call in order.
+  /// Returns every call in order.
   std::vector<std::string> names() const;
   void reset();
 
@@ -274,8 +276,8 @@ class OpCounter {
 };
 
 /// CPU kernels that ran, by operator name: "sin", "cos", "exp", "mm", "addmm", "bmm", "mul.Tensor",
-/// "relu", "sigmoid", "cumsum", "cat", "native_dropout", and what else is named to it. Below
-/// autograd, on every thread: the kernels are replaced by counting ones while it lives. One at a
+/// "relu", "sigmoid", "cumsum", "cat", "native_dropout", and those named in `more`. Counting
+/// kernels replace the real ones for its lifetime, below autograd and on every thread. One at a
 /// time.
 class KernelCounter {
  public:
@@ -292,8 +294,8 @@ class KernelCounter {
   std::unique_ptr<State> state_;
 };
 
-/// What a policy is to do, by kernels: `kept` run as often as without a region, forward and
-/// backward together, `again` more often.
+/// The effect of a policy on kernels, over forward and backward together: those in `kept` run as
+/// often as without a region, those in `again` more often.
 struct Kernels {
   std::vector<std::string> kept, again{};
 };
@@ -306,7 +308,7 @@ void require_kernels(const Kernels& kernels, const Counts& actual, const Counts&
 
 }  // namespace detail
 
-/// The same gradients, and the policy of the region did what `kernels` says.
+/// Requires the same gradients, and the effect of the policy that `kernels` describes.
 template <class F, class G, class... T>
 void require_same_grads(const Kernels& kernels, F&& plain, G&& checkpointed, const T&... inputs) {
   require_same_grads(plain, checkpointed, inputs...);
@@ -319,7 +321,7 @@ void require_same_grads(const Kernels& kernels, F&& plain, G&& checkpointed, con
 
 // ---- the graph -------------------------------------------------------------------------------
 
-/// What an edge holds: `std::shared_ptr<Node>` before LibTorch 2.13, an `intrusive_ptr` since.
+/// The pointer of an edge: `std::shared_ptr<Node>` before LibTorch 2.13, an `intrusive_ptr` since.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
 namespace detail {
@@ -337,7 +339,7 @@ struct WeakOf<c10::intrusive_ptr<T, Null>> {
 
 using WeakNodePtr = detail::WeakOf<NodePtr>::type;
 
-/// Every node reachable from `y.grad_fn()`.
+/// Returns every node reachable from `y.grad_fn()`.
 std::vector<NodePtr> nodes_below(const Tensor& y);
 
 /// Weak references to every node below some tensors.
@@ -345,8 +347,9 @@ class WeakGraph {
  public:
   explicit WeakGraph(const Tensors& roots);
   int64_t size() const { return size_; }
-  /// Lets go of the dead ones first: since LibTorch 2.13 a weak reference keeps a dead node's saved
-  /// variables, and one with hooks owns the accumulator of the leaf it stands for.
+  /// Returns the number of live nodes, and first releases references to dead ones. Since LibTorch
+  /// 2.13 a weak reference keeps a dead node's saved variables, and one with hooks owns the
+  /// accumulator of its leaf.
   int64_t alive() const;
 
  private:
@@ -354,8 +357,8 @@ class WeakGraph {
   int64_t size_ = 0;
 };
 
-/// Makes a 0-d leaf `a` and `f(a)`, and says whether every node of the graph is gone when both
-/// are out of scope. A result without a graph counts as a failure.
+/// Makes a 0-d leaf `a` and `f(a)`. Returns whether every node of the graph is gone when both are
+/// out of scope. A result without a graph counts as a failure.
 template <class F>
 bool graph_dies(F&& f) {
   std::optional<WeakGraph> graph;
@@ -370,7 +373,7 @@ bool graph_dies(F&& f) {
 
 // ---- errors ----------------------------------------------------------------------------------
 
-/// Matcher: the text contains `part`.
+/// Returns a matcher for texts that contain `part`.
 inline auto contains(const std::string& part) {
 #if REMAT_TEST_CATCH3
   return Catch::Matchers::ContainsSubstring(part);
@@ -379,7 +382,7 @@ inline auto contains(const std::string& part) {
 #endif
 }
 
-/// Runs `f`, requires that it throws an `E`, and hands out a copy of it.
+/// Runs `f`, requires that it throws an `E`, and returns a copy of it.
 template <class E, class F>
 E error_of(F&& f) {
   std::optional<E> error;
@@ -394,7 +397,7 @@ E error_of(F&& f) {
   return *error;
 }
 
-/// The text of an error without LibTorch's backtrace.
+/// Returns the text of an error without LibTorch's backtrace.
 template <class E>
 std::string text_of(const E& error) {
   if constexpr (std::is_base_of_v<c10::Error, E>) {
@@ -404,11 +407,11 @@ std::string text_of(const E& error) {
   }
 }
 
-/// After an error in backward LibTorch's queue still holds the nodes that were ready, and with them
-/// their graph; a backward on the same thread drops them.
+/// Drops the nodes that LibTorch's queue still holds after an error in backward, and their graph,
+/// by a backward on the same thread.
 void drop_ready_nodes();
 
-/// The error of a backward through `y`, which must leave nothing.
+/// Returns the error of a backward through `y`, which must leave nothing behind.
 inline CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
   auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
   drop_ready_nodes();
@@ -416,7 +419,7 @@ inline CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
   return error;
 }
 
-/// True gradient, or LibTorch's error about in-place changes; anything else fails.
+/// Requires the true gradient, or LibTorch's error about in-place changes.
 template <class F>
 void require_error_or_gradient(F&& gradient, const Tensors& expected) {
   Tensors grads;
@@ -431,8 +434,8 @@ void require_error_or_gradient(F&& gradient, const Tensors& expected) {
 
 // ---- random numbers --------------------------------------------------------------------------
 
-/// Seeds the CPU generator, shows the seed beside a failure, and puts the generator back at its
-/// end. Without a number: `REMAT_TEST_SEED`, else a new seed for each run of the program.
+/// Seeds the CPU generator, shows the seed with a failure, and restores the generator at its end.
+/// Without a number: `REMAT_TEST_SEED`, else a new seed in each run of the program.
 class Seed {
  public:
   Seed();
@@ -448,13 +451,13 @@ class Seed {
   Catch::ScopedMessage message_;
 };
 
-/// State of the default CPU generator.
+/// Returns the state of the default CPU generator.
 Tensor generator_state();
 void set_generator_state(const Tensor& state);
 
-// ---- what a test may not leave behind --------------------------------------------------------
+// ---- leftovers of tests --------------------------------------------------------------------
 
-/// Taken before a test.
+/// The state before a test.
 struct Baseline {
   int64_t live_bytes = 0;
   int64_t frames_alive = 0;
@@ -462,12 +465,12 @@ struct Baseline {
 };
 Baseline baseline();
 
-/// One line for each thing that is still there and was not at `before`: frames, recomputed bytes,
+/// Returns one line for each leftover that was not there at `before`: frames, recomputed bytes,
 /// tensor bytes, active saved-tensor hooks or a disabled hook switch, dispatch modes, a region's
 /// phase, grad mode off, inference mode, autocast.
 std::vector<std::string> leftovers(const Baseline& before);
 
-/// Everything that must be as before when something failed.
+/// Everything that must be as before after a failure.
 class Unchanged {
  public:
   Unchanged() : before_(baseline()) {}

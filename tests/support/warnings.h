@@ -8,7 +8,7 @@
 
 namespace remat::testing {
 
-/// Collects the thread's warnings while alive, each as often as it comes.
+/// Collects the thread's warnings for its lifetime, each time they occur.
 struct Warnings : c10::WarningHandler {
   Warnings() : guard(this) { c10::WarningUtils::set_warnAlways(true); }
   ~Warnings() override { c10::WarningUtils::set_warnAlways(false); }

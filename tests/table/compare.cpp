@@ -1,4 +1,4 @@
-// Says whether a checkpointed run left what the plain one left, but for the exceptions.
+// Compares the records of a checkpointed run and a plain one, but for the exceptions.
 
 #include <fnmatch.h>
 
@@ -44,7 +44,7 @@ std::string text_of(const Entry& entry) {
   return text.str();
 }
 
-/// The first exception of a kind that speaks of `text`; counts it.
+/// Returns whether an exception of a kind applies to `text`; counts it.
 bool is_excepted(const Exceptions& exceptions, Exception::Kind kind, const std::string& text = {}) {
   for (const Exception* exception : exceptions)
     if (exception->kind == kind && contains(text, exception->error)) {
@@ -100,7 +100,7 @@ std::string difference(const Cell& cell, const Record& plain, const Record& chec
   return {};
 }
 
-/// Kernels may keep what they allocate when they first run: a leak is what is lost each time.
+/// Returns whether bytes are lost in every run: kernels may keep the memory of their first run.
 bool leaks(const Cell& cell, const Record& plain, const Record& checkpointed) {
   bool is_lost = checkpointed.leaked_bytes > std::max<int64_t>(plain.leaked_bytes, 0);
   for (int i = 0; i < 3 && is_lost; ++i) {
@@ -110,7 +110,7 @@ bool leaks(const Cell& cell, const Record& plain, const Record& checkpointed) {
   return is_lost;
 }
 
-/// The plain run of a cell; cells that differ in what is done about memory alone share it.
+/// Returns the plain record of a cell. Cells that differ only in the treatment of memory share it.
 const Record& plain_record(const Cell& cell) {
   static std::map<std::string, Record> known;
   static std::string function;

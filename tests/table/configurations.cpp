@@ -47,7 +47,7 @@ Runner with(CheckpointOptions options) {
   };
 }
 
-/// A runner in whose forward a guard is alive.
+/// Returns a runner whose forward runs under a guard.
 template <class MakeGuard>
 Runner under(MakeGuard make_guard, Runner runner = plain_region) {
   return [make_guard, runner = std::move(runner)](const Body& body, const Tensors& args) {
@@ -56,7 +56,7 @@ Runner under(MakeGuard make_guard, Runner runner = plain_region) {
   };
 }
 
-/// The body, with something alive inside it in both passes.
+/// Returns a runner whose body runs under a guard in both passes.
 template <class MakeGuard>
 Runner inside(MakeGuard make_guard, Runner runner = plain_region) {
   return [make_guard, runner = std::move(runner)](const Body& body, const Tensors& args) {
@@ -69,7 +69,7 @@ Runner inside(MakeGuard make_guard, Runner runner = plain_region) {
   };
 }
 
-/// What follows the body where a region holds more than it.
+/// Operators behind the body, for regions that hold more than the body.
 Tensors sines(const Tensors& tensors) {
   return each_float(tensors, [](const Tensor& t) { return t.sin(); });
 }
@@ -85,7 +85,7 @@ Body named_results(const Body& body) {
   };
 }
 
-/// A region whose policy is asked about names, around the body and what follows it.
+/// Returns a region whose policy is asked about names, around the body and the operators behind it.
 Runner with_names(remat::Policy policy) {
   return [policy = std::move(policy)](const Body& body, const Tensors& args) {
     return region({.policy = policy}, named_results(body), args);
@@ -109,7 +109,7 @@ Tensors with_prelude(const Runner& runner, const Body& body, const Tensors& args
   return runner(body, each_float(args, [](const Tensor& t) { return t * 1; }));
 }
 
-/// Multiplies results by a number that the program's own engine draws.
+/// Returns a runner that multiplies results by a number from the program's own engine.
 Runner with_engine(Runner runner) {
   return [runner = std::move(runner)](const Body& body, const Tensors& args) {
     const auto engine = std::make_shared<Engine>();
@@ -123,7 +123,7 @@ Runner with_engine(Runner runner) {
   };
 }
 
-/// Multiplies results by numbers of a generator of the program's own.
+/// Returns a runner that multiplies results by numbers of the program's own generator.
 Runner with_generator(Runner runner) {
   return [runner = std::move(runner)](const Body& body, const Tensors& args) {
     const at::Generator generator = at::detail::createCPUGenerator(17);
@@ -144,7 +144,7 @@ Runner run_body() {
 
 CheckpointPolicy keep_all(const remat::PolicyContext&) { return CheckpointPolicy::MustSave; }
 
-/// By the operator's name, so that it answers alike when it is asked again.
+/// Answers by the operator's name, and so alike in each call.
 CheckpointPolicy by_name(const remat::PolicyContext& call) {
   return call.op_name.size() % 2 == 0 ? CheckpointPolicy::MustSave
                                       : CheckpointPolicy::PreferRecompute;
@@ -169,7 +169,7 @@ std::shared_ptr<void> counted_scope(std::atomic<int>& alive) {
   return {&alive, [](std::atomic<int>* count) { --*count; }};
 }
 
-/// Scopes of a region's passes, which must be alive in the body and nowhere else.
+/// Runs with scopes of a region's passes, which must be alive only in the body.
 Tensors with_scopes(const Body& body, const Tensors& args) {
   const auto alive = std::make_shared<std::atomic<int>>(0);
   auto enter = [alive] { return counted_scope(*alive); };
@@ -184,7 +184,7 @@ Tensors with_scopes(const Body& body, const Tensors& args) {
   return results;
 }
 
-/// Begins and ends of recomputes, which must come in pairs.
+/// Counts begins and ends of recomputes, which must come in pairs.
 struct Observed {
   ~Observed() {
     if (begun != ended) report_fault("an observer is not told of the end of each recompute");
@@ -200,7 +200,8 @@ Tensors observed(const Body& body, const Tensors& args) {
   return plain_region(body, args);
 }
 
-/// Forward on a thread of its own, plainly too: what a node's number is depends on its thread.
+/// Returns a runner with forward on a thread of its own, plainly, too: a node's number depends on
+/// its thread.
 Runner on_thread(Runner runner) {
   return [runner = std::move(runner)](const Body& body, const Tensors& args) {
     Tensors results;
@@ -229,7 +230,7 @@ std::function<std::shared_ptr<void>(uint64_t)> alive(Options... options) {
   return [options...](uint64_t) { return std::make_shared<Guard>(options...); };
 }
 
-/// A byte budget around forward and backward, of a size that the seed draws.
+/// A byte budget around forward and backward, with a size from the seed.
 class RandomBudget {
  public:
   RandomBudget(remat::budget::Choice choice, uint64_t seed) {
@@ -248,7 +249,7 @@ class RandomBudget {
   std::optional<remat::BudgetGuard> guard_;
 };
 
-/// The body by itself within a budget.
+/// Returns a configuration of the body by itself within a budget.
 Configuration within_budget(std::string name, remat::budget::Choice choice) {
   Configuration row{std::move(name), run_body()};
   row.during = [choice](uint64_t seed) { return std::make_shared<RandomBudget>(choice, seed); };

@@ -1,4 +1,4 @@
-// Configurations that are wrong on purpose, so that the comparison is seen to notice.
+// Configurations that are wrong on purpose, to test the comparison.
 
 #include <ATen/ATen.h>
 
@@ -12,7 +12,7 @@
 namespace table {
 
 const std::vector<Configuration>& broken_configurations() {
-  // Each in its own way gives what no program would notice by itself.
+  // Each produces, in its own way, a fault that no program detects by itself.
   static const std::vector<Configuration> all{
       {"other_numbers",
        [](const Body& body, const Tensors& args) {

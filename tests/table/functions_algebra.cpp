@@ -8,9 +8,9 @@ namespace table {
 
 namespace {
 
-/// A matrix that is far from singular.
+/// Returns a matrix that is far from singular.
 Tensor regular(const Tensor& a) { return a + 3 * at::eye(a.size(0), a.options()); }
-/// A symmetric, positive one.
+/// Returns a symmetric, positive matrix.
 Tensor definite(const Tensor& a) { return regular(a.mm(a.t())); }
 
 void add_matrices(std::vector<Function>& t) {

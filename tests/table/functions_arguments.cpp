@@ -11,7 +11,7 @@ namespace {
 
 using Kind = Exception::Kind;
 
-/// A factor that tells apart what a function saw of its arguments.
+/// Returns a factor that tells a function's observations of its arguments apart.
 double factor(std::initializer_list<bool> facts) {
   double sum = 1;
   for (const bool fact : facts) sum = 2 * sum + (fact ? 1 : 0);
@@ -24,7 +24,7 @@ Made with_prepared(Tensors args, Body prepare, Body body) {
   return made;
 }
 
-/// Arguments without grad, integers and views among them.
+/// Adds functions with arguments without grad, integers and views among them.
 void add_kinds(std::vector<Function>& t) {
   add(t, "mixed_dtypes", [] {
     return Made{{leaf({2, 3}), leaf({2, 3}, at::kDouble)}, body_of([](const Tensors& a) {
@@ -109,7 +109,7 @@ void add_kinds(std::vector<Function>& t) {
   });
 }
 
-/// Reads of an argument what no operator reads.
+/// Adds a function that reads a property of an argument besides its values.
 Function& add_look(std::vector<Function>& t, std::string name, Body prepare,
                    double (*look)(const Tensor&)) {
   return add(t, std::move(name), [prepare, look] {
@@ -119,7 +119,7 @@ Function& add_look(std::vector<Function>& t, std::string name, Body prepare,
   });
 }
 
-/// Branches on what arguments are.
+/// Adds functions that branch on properties of arguments.
 void add_looks(std::vector<Function>& t) {
   add(t, "looks_at_sizes", {{3, 4}, {4}}, [](const Tensors& a) {
     const bool is_tall = a[0].size(0) > a[0].size(1);
@@ -196,7 +196,7 @@ void add_looks(std::vector<Function>& t) {
   });
 }
 
-/// Writes to arguments, inside and after.
+/// Adds functions that write to arguments, inside and afterwards.
 void add_writes(std::vector<Function>& t) {
   const Body copies = [](const Tensors& a) {
     Tensors made;

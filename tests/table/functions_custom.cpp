@@ -1,5 +1,5 @@
-// Functions that are autograd Functions of their own, hang hooks on tensors, or are compiled from a
-// script.
+// Functions that are autograd Functions of their own, register hooks on tensors, or are compiled
+// from a script.
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -18,7 +18,7 @@ constexpr const char* unwritten =
 constexpr const char* never_written =
     "the operator saves what it never wrote, which Values takes for other numbers";
 
-/// Leaves of these sizes, and whole numbers in [0, n) behind them.
+/// Returns leaves of these sizes, and whole numbers in [0, n) behind them.
 Tensors leaves_and_whole(const Sizes& sizes, at::IntArrayRef whole_sizes, int64_t n) {
   Tensors made;
   for (const auto& each : sizes) made.push_back(leaf(each));
@@ -243,7 +243,7 @@ void add_embeddings(std::vector<Function>& t) {
   add(t, "embedding_max_norm",
       [] {
         const auto m = torch::nn::Embedding(torch::nn::EmbeddingOptions(6, 3).max_norm(0.8)).ptr();
-        m->to(at::kDouble);  // in float a row may be over the norm again, by a rounding
+        m->to(at::kDouble);  // in float, rounding may put a row over the norm again
         return Made{{whole({2, 4}, 6)},
                     body_of([m](const Tensors& a) { return m->forward(a[0]).sin(); }),
                     m->parameters()};

@@ -1,5 +1,5 @@
-// Functions that call a module whose forward writes to buffers, as part of a region or as one of
-// their own.
+// Functions that call a module whose forward writes to buffers, as part of a region or as a region
+// of their own.
 
 #include <ATen/ATen.h>
 
@@ -22,7 +22,7 @@ constexpr const char* written_once =
 constexpr const char* not_over =
     "a recompute before forward is over is not compared, and finds the plain member";
 
-/// The buffers that a table of bytes can show.
+/// Returns the buffers that a table of bytes can show.
 Tensors dense_buffers(const torch::nn::Module& module) {
   Tensors dense;
   for (const Tensor& each : module.buffers())
@@ -31,7 +31,8 @@ Tensors dense_buffers(const torch::nn::Module& module) {
   return dense;
 }
 
-/// Two calls; `call` makes a region of each, or tells the regions around of the module.
+/// Adds a function of two calls. `call` makes a region of each, or tells the regions around about
+/// the module.
 template <class Module, class... Options>
 void add_state(std::vector<Function>& t, State state, uint64_t salt, const std::string& name,
                Options... options) {
@@ -41,7 +42,7 @@ void add_state(std::vector<Function>& t, State state, uint64_t salt, const std::
         std::make_shared<Module>(options..., std::vector<State>{state}, salt, weight);
     Made made{{leaf({3, 4})}, body_of([module](const Tensors& a) {
                 const auto call = [&](const Tensor& x) {
-                  // Level 0 is no region: the regions around are told of the module.
+                  // Level 0 is no region: the module is reported to the regions around.
                   if constexpr (std::is_same_v<Module, StatefulImpl>)
                     return remat::checkpoint({.level = 0}, module, x);
                   else

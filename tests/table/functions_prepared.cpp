@@ -14,7 +14,7 @@ namespace {
 
 using Kind = Exception::Kind;
 
-/// A function of what `prepare` makes of leaves.
+/// Adds a function of the tensors that `prepare` makes of leaves.
 template <class Prepare, class F>
 Function& add_prepared(std::vector<Function>& t, std::string name, Sizes sizes, Prepare prepare,
                        F f, at::ScalarType dtype = at::kFloat) {
@@ -105,7 +105,7 @@ void add_forms(std::vector<Function>& t) {
 
 Tensor times_two(const Tensor& g) { return g * 2; }
 
-/// What arguments carry, or are given inside.
+/// Adds functions with hooks on arguments, from before or from inside.
 void add_prepared_hooks(std::vector<Function>& t) {
   const auto copy = [](const Tensors& a) { return a[0] * 2; };
   add_prepared(
@@ -161,8 +161,8 @@ void add_prepared_hooks(std::vector<Function>& t) {
   });
 }
 
-/// Writes that reach an argument through its relatives, and state that a function changes for a
-/// while.
+/// Adds functions that write to an argument through its relatives, and functions that change state
+/// for a time.
 void add_relatives(std::vector<Function>& t) {
   add_prepared(
       t, "writes_view_of_argument", {{3, 4}}, [](const Tensors& a) { return a[0] * 2; },

@@ -1,14 +1,14 @@
-// The table of functions, configurations and modes: each cell gives with regions what it gives
-// without.
+// The table of functions, configurations and modes. Each cell must have the same results with
+// regions as without.
 //
 //   table                               every cell
 //   table --seconds N [--from SEED]     cells and numbers drawn at random by seeds from SEED on;
 //         [--configuration PATTERN]     only of configurations that match
 //   table --only FUNCTION[/CONFIGURATION[/MODE]] [--from SEED]
-//   table --list                        what the table consists of, its exceptions and their reasons
-//   table --notices                     configurations that are wrong on purpose: each must be noticed
-// A disagreement is printed as a block; then the exit status is 1. The last line is always
-// "N triples, M disagreements".
+//   table --list                        the parts of the table, its exceptions and their reasons
+//   table --notices                     configurations that are wrong on purpose: all must be found
+// A disagreement is printed as a block; then the exit status is 1. The last line is always "N
+// triples, M disagreements".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -34,7 +34,7 @@ using table::Cell;
 
 constexpr int seconds_for_a_cell = 60;
 
-/// Functions that LibTorch warns about are in the table on purpose.
+/// Silences warnings: functions that LibTorch warns about are in the table on purpose.
 class Silence : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
@@ -44,7 +44,7 @@ char running[200] = "nothing";
 volatile unsigned long num_cells = 0;
 unsigned long num_disagreements = 0;
 
-/// Says which cell ended the process, which nothing else would.
+/// Prints the cell that ended the process, which would otherwise remain unknown.
 void die(int signal) {
   char text[400];
   const int length = std::snprintf(
@@ -95,7 +95,7 @@ void run_at_random(int seconds, uint64_t seed, const std::string& pattern) {
   }
 }
 
-/// Each must be noticed in one cell at least; most are in nearly all.
+/// Each configuration must be detected in at least one cell; most are in nearly all.
 void run_broken() {
   for (const table::Configuration& configuration : table::broken_configurations()) {
     unsigned long noticed = 0, cells = 0;
@@ -191,7 +191,7 @@ int main(int argc, char** argv) {
     }
   }
   at::set_num_threads(1);
-  // MKL rounds otherwise on threads that it may give helpers. It reads the variable when it is
+  // MKL rounds differently on threads that it may give helpers. It reads the variable when it is
   // loaded.
   if (std::getenv("OMP_NUM_THREADS") == nullptr) {
     setenv("OMP_NUM_THREADS", "1", /*overwrite=*/1);
@@ -199,8 +199,8 @@ int main(int argc, char** argv) {
   }
   static Silence silence;
   const c10::WarningUtils::WarningHandlerGuard quiet(&silence);
-  // The profiling executor saves other tensors in a function's first runs than later: a known
-  // limit.
+  // The profiling executor saves other tensors in a function's first runs than in later ones: a
+  // known limit.
   torch::jit::getProfilingMode() = false;
   for (const int signal : {SIGSEGV, SIGABRT, SIGALRM, SIGBUS, SIGFPE}) std::signal(signal, die);
   if (only_list) {

@@ -1,4 +1,4 @@
-// The modes: what happens to the results of forward.
+// The modes: the uses of forward's results.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -38,7 +38,7 @@ Tensor sum_of_squares(const Tensors& tensors) {
   return sum;
 }
 
-/// Each order is the gradient of the sum of squares of the one before.
+/// Differentiates: each order is the gradient of the sum of squares of the order before.
 void differentiate(Run& run, int orders) {
   Tensors gradients;
   for (int order = 1; order <= orders; ++order)
@@ -51,7 +51,7 @@ void differentiate(Run& run, int orders) {
     });
 }
 
-/// Every other of the outputs and inputs, from the first or the second on.
+/// Returns every other of the outputs or inputs, from the first or the second on.
 Tensors half_of(const Tensors& all, std::size_t first) {
   Tensors half;
   for (std::size_t i = first; i < all.size(); i += 2) half.push_back(all[i]);
@@ -99,7 +99,7 @@ void threads(Run& run) {
   });
 }
 
-/// A body that takes a gradient of what it makes, and goes on with it.
+/// Returns a body that takes a gradient of its results and continues with it.
 Body with_backward_inside(Body body) {
   return [body = std::move(body)](const Tensors& args) {
     Tensors made = args;

@@ -1,4 +1,4 @@
-// Runs one cell of the table, plainly or checkpointed, and records what it left.
+// Runs one cell of the table, plainly or checkpointed, and records its results.
 
 #include "tests/table/run.h"
 
@@ -64,7 +64,7 @@ void append(std::vector<Entry>& entries, const std::string& label, const Tensor&
   }
 }
 
-/// What guards left behind would have changed.
+/// Describes the state that leftover guards would have changed.
 std::string ambient_state() {
   std::ostringstream text;
   text << at::GradMode::is_enabled() << at::SavedTensorDefaultHooks::is_enabled()
@@ -74,7 +74,7 @@ std::string ambient_state() {
   return text.str();
 }
 
-/// After an error in backward LibTorch's queue holds what was ready, until the next backward.
+/// Drops the nodes that LibTorch's queue holds after an error in backward, until the next backward.
 void drop_ready_nodes() {
   const Tensor x = at::ones({}).requires_grad_();
   torch::autograd::grad({x * 2}, {x});
@@ -154,7 +154,8 @@ void Run::forward(const Cell& cell, Way way) {
   }
   note("result", results);
   outputs_ = differentiable(results);
-  // What plain autograd saved is the object itself, with its new data: a gradient of neither.
+  // Plain autograd saved the object itself, which now has new data: that gradient belongs to
+  // neither.
   const bool is_spared = way != Way::Checkpointed && (cell.function.traits & replaces_data) != 0;
   if (made_.after && !is_spared) made_.after(args_);
 }

@@ -1,5 +1,5 @@
 #pragma once
-// One run of a cell, plain or checkpointed, and the record that it leaves to be compared.
+// One run of a cell, plain or checkpointed, and its record for comparison.
 
 #include <functional>
 #include <string>
@@ -9,23 +9,23 @@
 
 namespace table {
 
-/// One thing that a run left: equal entries have equal fields.
+/// One result of a run. Equal entries have equal fields.
 struct Entry {
   std::string label, meta, bytes;
   bool operator==(const Entry&) const = default;
 };
 
-/// Forward, or one step of what the mode does after it.
+/// Forward, or one step of the mode after it.
 struct Stage {
   std::string label;
   std::vector<Entry> entries{};
   bool raised = false;
-  std::string error{};  ///< all of its text but LibTorch's backtrace
+  std::string error{};  ///< the whole text but LibTorch's backtrace
 };
 
 struct Record {
   std::vector<Stage> stages{};
-  std::vector<std::string> faults{};  ///< what was there afterwards and not before
+  std::vector<std::string> faults{};  ///< leftovers that were not there before the run
   int64_t leaked_bytes = 0;
 };
 
@@ -33,7 +33,7 @@ class Run {
  public:
   enum class Way {
     Plain,
-    Copying,  ///< plain, with copies of what autograd saves: no change in place is refused
+    Copying,  ///< plain, with copies of saved tensors: no change in place is refused
     Checkpointed
   };
 
@@ -42,14 +42,14 @@ class Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  /// Leaves that require grad: arguments, then parameters.
+  /// Returns leaves that require grad: arguments, then parameters.
   const Tensors& inputs() const { return inputs_; }
-  /// Results that require grad.
+  /// Returns results that require grad.
   const Tensors& outputs() const { return outputs_; }
-  /// Lets go of the graph and hands it out.
+  /// Releases the graph and returns its tensors.
   Tensors release_graph();
-  /// Does a part of what the mode does, and records its error and what it `note`s; after an error
-  /// nothing more is done.
+  /// Runs a part of the mode, and records its error and the tensors that it `note`s. After an error
+  /// it runs no further parts.
   void step(const std::string& label, const std::function<void()>& part);
   void note(const std::string& label, const Tensor& tensor);
   void note(const std::string& label, const Tensors& tensors);
@@ -66,14 +66,14 @@ class Run {
   Record& record_;
 };
 
-/// The record of a cell; nothing of the run is left when it returns, unless it says so.
+/// Returns the record of a cell. Nothing of the run is left afterwards, or the record says so.
 Record record_of(const Cell& cell, Run::Way way);
 
-/// Outer gradients that differ from element to element.
+/// Returns outer gradients that differ from element to element.
 Tensor weights_of(const Tensor& output);
-/// torch::autograd::grad with `weights_of` the outputs; undefined for what is not used.
+/// Returns torch::autograd::grad with `weights_of` the outputs; undefined for unused inputs.
 Tensors grad(const Tensors& outputs, const Tensors& inputs, bool retains, bool creates);
-/// Those that a gradient can be taken of.
+/// Returns the tensors that can have a gradient.
 Tensors differentiable(const Tensors& tensors);
 
 }  // namespace table

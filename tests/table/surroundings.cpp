@@ -1,4 +1,4 @@
-// Hooks and guards that keep what autograd saves without changing it.
+// Hooks and guards that keep saved tensors without changing them.
 
 #include "tests/table/surroundings.h"
 
@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using remat::SavedTensorHooksGuard;
 
-/// A storage as bytes with what else makes a tensor; what has no storage is kept itself.
+/// A storage as bytes, with the other parts of a tensor; a tensor without storage is kept itself.
 struct Bytes {
   Tensor kept;
   std::vector<char> bytes;
@@ -52,7 +52,7 @@ Tensor from_bytes(const Bytes& packed) {
   return tensor;
 }
 
-/// With the layout of the original, so that the same kernels read it.
+/// Returns a copy with the layout of the original, so that the same kernels read it.
 Tensor exact_copy(const Tensor& t) {
   return has_plain_storage(t) ? from_bytes(to_bytes(t)) : t.detach().clone();
 }

@@ -15,7 +15,7 @@ namespace table {
 /// A random engine that a provider keeps.
 class Engine final : public remat::StateProvider {
  public:
-  /// In [0.5, 1.5).
+  /// Returns the next number, in [0.5, 1.5).
   double next() { return 0.5 + static_cast<double>(engine_()) * 0x1p-32; }
   std::any capture() override { return engine_; }
   void restore(const std::any& state) override { engine_ = std::any_cast<std::mt19937>(state); }
@@ -36,13 +36,13 @@ class Autocast {
   bool was_enabled_;
 };
 
-/// Pack copies, unpack does nothing.
+/// Returns hooks whose pack copies, and whose unpack does nothing.
 std::unique_ptr<remat::SavedTensorHooksGuard> hooks_that_clone();
-/// Both do nothing.
+/// Returns hooks that both do nothing.
 std::unique_ptr<remat::SavedTensorHooksGuard> hooks_that_keep();
-/// Pack writes the tensor's storage to a vector of bytes, unpack reads it.
+/// Returns hooks whose pack writes the tensor's storage to a vector of bytes, which unpack reads.
 std::unique_ptr<remat::SavedTensorHooksGuard> hooks_to_bytes();
-/// In a directory that is gone with the process.
+/// Returns a guard with a directory that is removed with the process.
 std::unique_ptr<remat::SaveOnDiskGuard> save_on_disk();
 
 }  // namespace table

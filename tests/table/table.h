@@ -1,6 +1,5 @@
 #pragma once
-// What the table is made of: functions, configurations, modes, and the exceptions to their
-// agreement.
+// The parts of the table: functions, configurations, modes, and the exceptions to their agreement.
 
 #include <ATen/core/Tensor.h>
 
@@ -18,18 +17,19 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Body = std::function<Tensors(const Tensors&)>;
 
-/// What a function brings to one run; made anew for each, after seeding the default generator.
+/// A function's tensors and bodies for one run, made anew for each run after seeding the default
+/// generator.
 struct Made {
   Tensors args;                                 ///< leaves, and tensors without grad
-  Body body;                                    ///< what runs plainly, or in a region
+  Body body;                                    ///< runs plainly, or in a region
   Tensors params{};                             ///< leaves that the body captures
   Tensors buffers{};                            ///< other captured tensors, which it may write
-  Body prepare{};                               ///< makes the body's arguments of `args`, before it
+  Body prepare{};                               ///< makes the body's arguments from `args`
   std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments;
                                                 ///< not plainly with `replaces_data`: see there
 };
 
-/// What exceptions of configurations and modes ask about a function.
+/// Properties of functions that exceptions of configurations and modes ask for.
 enum Trait : unsigned {
   draws = 1,               ///< random numbers
   reads_twice = 2,         ///< its node reads a saved tensor twice in one backward
@@ -38,7 +38,7 @@ enum Trait : unsigned {
   is_wide = 32,            ///< computes with numbers that do not fit float
   replaces_data = 64,      ///< gives an argument other data, after forward
   has_two_formulas = 128,  ///< LibTorch's gradient is another formula under a dispatch mode
-  raises_changed = 16,     ///< plainly in backward, since something saved was changed in place
+  raises_changed = 16,     ///< plainly in backward, since a saved tensor was changed in place
 };
 
 /// A reason why a cell of the table need not agree.
@@ -54,7 +54,7 @@ struct Exception {
   std::string reason;
   std::string error{};
   unsigned traits = 0;         ///< only for functions with one of these, if any
-  mutable int64_t cells = 0;   ///< that it applied to in this run
+  mutable int64_t cells = 0;   ///< in this run, to which it applied
   mutable int64_t needed = 0;  ///< of these, that would have disagreed without it
 };
 
@@ -75,21 +75,22 @@ struct Function {
   }
 };
 
-/// Runs a body on arguments, in one way or another.
+/// Runs a body on arguments in some way.
 using Runner = std::function<Tensors(const Body&, const Tensors&)>;
 
-/// A region without options.
+/// Runs a body in a region without options.
 Tensors plain_region(const Body& body, const Tensors& args);
-/// `f` of each dense tensor of real or complex numbers, the others as they are.
+/// Applies `f` to each dense tensor of real or complex numbers, and returns the others unchanged.
 Tensors each_float(Tensors tensors, const std::function<Tensor(const Tensor&)>& f);
 
 struct Configuration {
   std::string name;
   Runner checkpointed;
-  /// What LibTorch alone is to give; empty: the body's results. `plain_name` tells its kinds apart.
+  /// The reference run by LibTorch alone; empty: the body itself. `plain_name` distinguishes its
+  /// kinds.
   Runner plain{};
   std::string plain_name{};
-  /// What lives from before forward until after the last backward.
+  /// Makes an object that lives from before forward until after the last backward.
   std::function<std::shared_ptr<void>(uint64_t seed)> during{};
   bool opens_frames = true;
   bool leaves_frames = false;  ///< the body may open regions of its own
@@ -99,16 +100,16 @@ class Run;
 
 struct Mode {
   std::string name;
-  std::function<void(Run&)> drive;   ///< what happens after forward
-  std::function<Body(Body)> wrap{};  ///< what the region runs instead of the body
+  std::function<void(Run&)> drive;   ///< the steps after forward
+  std::function<Body(Body)> wrap{};  ///< makes the region's function from the body
 };
 
 std::vector<Function>& functions();
 const std::vector<Configuration>& configurations();
-/// Configurations that are wrong on purpose: the comparison must notice each.
+/// Returns configurations that are wrong on purpose: the comparison must detect each.
 const std::vector<Configuration>& broken_configurations();
 const std::vector<Mode>& modes();
-/// Exceptions that belong to configurations and modes.
+/// Returns exceptions that belong to configurations and modes.
 std::vector<Exception>& shared_exceptions();
 
 void add_arguments(std::vector<Function>& table);
@@ -127,28 +128,28 @@ struct Cell {
   std::string name() const { return function.name + "/" + configuration.name + "/" + mode.name; }
 };
 
-/// The exceptions that apply to a cell.
+/// Returns the exceptions that apply to a cell.
 std::vector<const Exception*> exceptions_of(const Cell& cell);
 bool is_skipped(const Cell& cell);
-/// Runs a cell both ways. What differs, as text for people; empty: they agree.
+/// Runs a cell both ways. Returns the differences as readable text; empty: the runs agree.
 std::string disagreement(const Cell& cell);
 
-/// Says that something went wrong beside the numbers; any thread.
+/// Reports a fault besides wrong numbers; any thread.
 void report_fault(std::string what);
 
-// ---- what functions are written with
+// ---- the language of functions
 
-/// A leaf of standard normal numbers that requires grad.
+/// Returns a leaf of standard normal numbers that requires grad.
 Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
-/// The same without grad.
+/// Returns a tensor of standard normal numbers without grad.
 Tensor constant(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
-/// Whole numbers in [0, n).
+/// Returns whole numbers in [0, n).
 Tensor whole(at::IntArrayRef sizes, int64_t n);
 
 inline Tensors listed(Tensor value) { return {std::move(value)}; }
 inline Tensors listed(Tensors values) { return values; }
 
-/// A body of a function that returns one tensor or several.
+/// Returns the body of a function that returns one tensor or several.
 template <class F>
 Body body_of(F f) {
   return [f](const Tensors& args) { return listed(f(args)); };
@@ -156,7 +157,7 @@ Body body_of(F f) {
 
 using Sizes = std::vector<std::vector<int64_t>>;
 
-/// A function of leaves of these sizes, which captures nothing.
+/// Adds a function of leaves of these sizes, which captures nothing.
 template <class F>
 Function& add(std::vector<Function>& table, std::string name, Sizes sizes, F f,
               at::ScalarType dtype = at::kFloat) {
@@ -168,14 +169,14 @@ Function& add(std::vector<Function>& table, std::string name, Sizes sizes, F f,
   return table.back();
 }
 
-/// A function that makes what it needs itself.
+/// Adds a function that makes its tensors itself.
 template <std::invocable Make>
 Function& add(std::vector<Function>& table, std::string name, Make make) {
   table.push_back({std::move(name), make});
   return table.back();
 }
 
-/// A module, made by its holder: `call(module, args)`.
+/// Adds a module, made by its holder: `call(module, args)`.
 template <class MakeModule, class F>
 Function& add_module(std::vector<Function>& table, std::string name, Sizes sizes,
                      MakeModule make_module, F call) {
