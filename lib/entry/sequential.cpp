@@ -1,4 +1,4 @@
-// Bodies of sequential.h.
+// Definitions of sequential.h.
 
 #include "remat/sequential.h"
 
@@ -22,7 +22,7 @@ std::string name_of_stages(std::ptrdiff_t first, std::ptrdiff_t last) {
   return "stages " + std::to_string(first) + " to " + std::to_string(last);
 }
 
-/// `modules`: of each stage, or none at all.
+/// Runs the segments of a chain. `modules`: the module of each stage, or empty.
 at::Tensor run_segments(const std::vector<Stage>& stages,
                         const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                         int64_t segments, at::Tensor input, const SequentialOptions& options) {
@@ -38,12 +38,12 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
   const Plan plan = options.split == Split::Torch ? torch_sequential_plan(num_stages, segments)
                                                   : balanced_plan(num_stages, segments);
   CheckpointOptions checkpoint_options = options.checkpoint;
-  // Where a chain is cut is no reason for its activations to be out of place.
+  // In-place activations must also work as the first stage of a segment.
   if (checkpoint_options.inputs == InputMode::Default)
     checkpoint_options.inputs = InputMode::CopyOnWrite;
   auto next = stages.begin();
   for (int64_t i = 0; i < segments; ++i) {
-    const bool is_last = i == segments - 1;  // a region of no plan
+    const bool is_last = i == segments - 1;  // no region of the plan
     const auto end =
         is_last ? stages.end() : stages.begin() + plan.regions()[static_cast<std::size_t>(i)].last;
     const auto run = [](const std::vector<Stage>& segment, at::Tensor x) {
@@ -62,7 +62,7 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
                                         modules.begin() + last);
     }
     if (is_last && !options.checkpoint_last) {
-      // A region around the chain has this segment's writes in its recomputes.
+      // Recomputes of a region around the chain repeat this segment's writes.
       const auto registered = detail::innermost(detail::Ability::Region) == nullptr
                                   ? nullptr
                                   : register_plain_call(checkpoint_options, nullptr, nullptr);
