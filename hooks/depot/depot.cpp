@@ -250,7 +250,7 @@ void Depot::move_excess(c10::Device device, const SavingOperator* running) {
     try {
       move(*saved, {.is_trusted = each.is_trusted, .number = each.number, .batch = batch});
       if (each.on_move && !saved->storage_in_place()) each.on_move();
-    } catch (const std::exception& error) {  // pieces let nothing else through
+    } catch (const std::exception& error) {  // pieces throw nothing else
       if (each.has_to_move) {
         if (failure == nullptr) failure = std::current_exception();
         options_.staying->add(device, std::move(each));  // the next save tries it again
@@ -298,7 +298,7 @@ void Depot::settle() noexcept {
     if (options_.staying != nullptr)
       for (const c10::Device device : options_.staying->devices()) move_excess(device, nullptr);
     for (const Unsettled& each : mine) settle(each);
-  } catch (const std::exception& error) {  // pieces let nothing else through
+  } catch (const std::exception& error) {  // pieces throw nothing else
     seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
                         seam::text_of(error)));
   }

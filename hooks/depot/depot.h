@@ -2,8 +2,9 @@
 // The depot of one guard: moves saved tensors to a place, in pieces that saved tensors share.
 //
 // Note [What is moved]
-// A tensor moves if it is a plain strided one with data, large enough, no parameter (a leaf that
-// requires grad, or a view of one), and if the place takes it. The piece of its storage that moves:
+// A tensor moves if it is plain, strided, has data, is large enough, and if the place takes it. A
+// parameter (a leaf that requires grad, or a view of one) does not move. The piece of its storage
+// that moves:
 //   the whole storage   if the tensor has at least a quarter of it (or it is small): then every
 //                       view shares one piece, and is restored with its offset;
 //   its own range       otherwise, if at most three quarters of the range are gaps: the tensor is
@@ -26,10 +27,10 @@
 //
 // Note [Sharing pieces]
 // Two saved tensors share a piece if they have the same storage object, alive all the time, the
-// same version counter and version, and equal contents (a write through `.data` does not change the
-// version). Contents on the CPU are compared only when a second save needs them. A ComparablePlace
-// compares byte by byte with its copy; for other places the contents are hashed before each copy,
-// in 64 bits. Most tensors are saved once, and are then read only by the copy.
+// same version counter and version, and equal contents. (A write through `.data` does not change
+// the version.) Contents on the CPU are compared only when a second save needs them. A
+// ComparablePlace compares byte by byte with its copy; for other places the contents are hashed
+// before each copy, in 64 bits. Most tensors are saved once, and are then read only by the copy.
 // A tensor that moves for lack of room has no owner outside of the depot. Saved tensors of one
 // storage that move at once therefore share a piece without a comparison. Contents on an
 // accelerator are not compared, because that would wait for the device; there only tensors that

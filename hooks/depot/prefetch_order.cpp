@@ -29,13 +29,13 @@ void PrefetchOrder::remove(uint64_t number) {
 }
 
 void PrefetchOrder::prefetch_before(uint64_t number) {
-  Further further;  // dies after the lock, for which they ask
+  Further further;  // dies after the lock, which dying pieces take
   const Pieces window = window_before(number, further);
   begin(window, further.to_host);
 }
 
 void PrefetchOrder::begin_all() {
-  Pieces all;  // dies after the lock, for which they ask
+  Pieces all;  // dies after the lock, which dying pieces take
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto each = all_.rbegin(); each != all_.rend(); ++each)
@@ -46,7 +46,7 @@ void PrefetchOrder::begin_all() {
 
 void PrefetchOrder::begin(const Pieces& next, const Pieces& to_host) {
   if ((next.empty() && to_host.empty()) || !cancels_at_end()) return;
-  Pieces too_many;  // die after the lock, for which they ask
+  Pieces too_many;  // die after the lock, which dying pieces take
   for (const auto& piece : next) {
     if (!piece->begin_load()) continue;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -68,7 +68,7 @@ void PrefetchOrder::begin(const Pieces& next, const Pieces& to_host) {
 /// to the host.
 PrefetchOrder::Pieces PrefetchOrder::window_before(uint64_t number, Further& further) {
   Pieces window;
-  std::shared_ptr<Piece> piece;  // dies after the lock, for which it asks
+  std::shared_ptr<Piece> piece;  // dies after the lock, which a dying piece takes
   int64_t room = 0;
   c10::Device device = c10::kCPU;
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -16,7 +16,7 @@ namespace remat {
 
 namespace {
 
-/// [bytes]
+/// Memory of the machine, a group or a limit [bytes].
 struct Room {
   int64_t free = 0, all = 0;
 };

@@ -64,8 +64,8 @@ class REMAT_API StoredContents {
   virtual void begin_load() {}
 
   /// Returns a tensor like the stored one: one dimension, the same number of elements, dtype and
-  /// device. It must be ready for use on the current stream and have memory of its own, because
-  /// backward may write to it; if other code holds its storage, it is copied. Called for each read
+  /// device. It must be ready for use on the current stream, and have memory of its own, because
+  /// backward may write to it. If other code holds its storage, it is copied. Called for each read
   /// that finds no tensor of an earlier read alive, with or without a `begin_load` before. A result
   /// of another form is a `c10::ValueError` of the backward.
   virtual at::Tensor finish_load() = 0;

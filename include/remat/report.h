@@ -75,7 +75,7 @@ struct DeviceReport {
   c10::Device device = c10::kCPU;  ///< the device
   bool is_exact = true;     ///< whether bytes are as asked for; if not, as rounded by the allocator
   int64_t peak_bytes = 0;   ///< [bytes] largest total alive at once
-  int64_t bytes_out = 0;    ///< [bytes] copied to the host by offload
+  int64_t bytes_out = 0;    ///< [bytes] copied to the host beside other work: offload
   int64_t bytes_in = 0;     ///< [bytes] copied back to the device
   double copies_out_s = 0;  ///< [seconds] on the device of the copies out
   double copies_in_s = 0;   ///< [seconds] on the device of the copies back

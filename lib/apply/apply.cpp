@@ -1,4 +1,5 @@
-// Bodies of apply.h: how a module of a tree is reached, switched, refused, and found unused.
+// Definitions of apply.h: finds how a module of a tree is called; switches, refuses and reports
+// modules.
 
 #include "remat/apply.h"
 
@@ -23,8 +24,8 @@ using torch::nn::SequentialImpl;
 
 namespace {
 
-/// What a Sequential calls for one of its children: the k-th of its elements that are this module,
-/// for the k-th child. Null if it calls another in its place.
+/// Returns the element that a Sequential calls for one of its children: the k-th child with this
+/// module is the k-th element with it. Null if the Sequential calls another module instead.
 AnyModule* element_of(const TreeModule& child) {
   auto* const sequential = dynamic_cast<SequentialImpl*>(child.parent);
   if (sequential == nullptr) return nullptr;
@@ -39,12 +40,12 @@ AnyModule* element_of(const TreeModule& child) {
   return nullptr;
 }
 
-/// How a chosen module is reached.
+/// The way in which a chosen module is called.
 struct Way {
   const TreeModule* chosen = nullptr;
-  AnyModule* element = nullptr;             // where something can stand in
+  AnyModule* element = nullptr;             // an element that a stand-in can replace
   std::shared_ptr<seam::StandIn> stand_in;  // keeps the region
-  detail::ModuleRegion* region = nullptr;   // that there is already
+  detail::ModuleRegion* region = nullptr;   // an existing region
 
   bool is_possible() const { return element != nullptr || region != nullptr; }
 };
@@ -58,8 +59,8 @@ Way way_to(const TreeModule& chosen) {
     way.region = detail::region_of(*way.stand_in);
     return way;
   }
-  // A Checkpointed that was pushed as what it wraps is called past its own forward: something can
-  // stand in.
+  // A Checkpointed that was pushed as its wrapped type is called without its own forward: a
+  // stand-in can replace it.
   const bool is_called_past = element != nullptr && element->type_info() != typeid(*chosen.module);
   if (!is_called_past) way.region = detail::region_of(*chosen.module);
   if (way.region == nullptr) way.element = element;
@@ -77,7 +78,7 @@ std::string in_words(const std::string& path, const std::string& type) {
   return fmt::format("{} ({})", path.empty() ? "the root" : path, type);
 }
 
-/// The Checkpointed to write for a module, as a type.
+/// Returns the Checkpointed type to write for a module.
 std::string checkpointed_type(const TreeModule& module) {
   return fmt::format("remat::Checkpointed<{}>", plain_type(written_type(*module.module)));
 }
@@ -116,8 +117,8 @@ RefusedModule refused(const TreeModule& chosen) {
   } else if (is_a(chosen.parent, sequential)) {
     reason = "it is registered in the Sequential, which calls another module in its place";
     cure =
-        "make the Sequential anew with the module: replace_module() changes what is registered, and not "
-        "what is called";
+        "make the Sequential anew with the module: replace_module() changes what is registered, "
+        "and not what is called";
   } else if (chosen.parent == nullptr) {
     reason =
         "the program calls the root of the tree through its own type, where nothing can step in";
@@ -209,7 +210,8 @@ std::vector<ChosenModule> switch_off(const std::vector<TreeModule>& chosen) {
 
 // ---- unused regions -----------------------------------------------------------------------------
 
-/// The region that should be there, also of a Checkpointed that is called past it.
+/// Returns the region that the module should run in, also for a Checkpointed whose own forward is
+/// not called.
 detail::ModuleRegion* region_at(const Way& way) {
   return way.region != nullptr ? way.region : detail::region_of(*way.chosen->module);
 }
@@ -226,18 +228,18 @@ UnusedRegion unused(const Way& way) {
   const std::string plain = plain_type(found.type);
   if (way.stand_in != nullptr) {
     found.reason = fmt::format(
-        "{} was switched on as an element of a Sequential, and its parameters are in the graph, but what "
-        "the Sequential calls was never called: the module was, through its own type",
+        "{} was switched on as an element of a Sequential, and its parameters are in the graph, "
+        "but what the Sequential calls was never called: the module was, through its own type",
         in_words(module.path, found.type));
     found.cure = fmt::format(
-        "call the Sequential, or its elements (for (auto& element : *sequential) x = element.forward(x)), "
-        "instead of sequential->ptr(i)->as<{}>()->forward(...)",
+        "call the Sequential, or its elements (for (auto& element : *sequential) x = "
+        "element.forward(x)), instead of sequential->ptr(i)->as<{}>()->forward(...)",
         plain);
     return found;
   }
   found.reason = fmt::format(
-      "{} is switched on, and its parameters are in the graph, but its own forward was never called: that of "
-      "{} was, which is not virtual, or those of its children",
+      "{} is switched on, and its parameters are in the graph, but its own forward was never "
+      "called: that of {} was, which is not virtual, or those of its children",
       in_words(module.path, found.type), plain);
   const std::string checkpointed = checkpointed_type(module);
   if (way.element != nullptr)

@@ -18,7 +18,7 @@ using torch::nn::AnyValue;
 
 namespace {
 
-/// Arguments or result of an element, of types that only run time tells.
+/// Arguments or result of an element, whose types are known only at run time.
 struct ElementValues {
   seam::AnyValues values;
 };
@@ -36,8 +36,8 @@ void visit_one_of(AnyValue& value, TensorVisitor& visitor) {
   static_cast<void>((visit_as<T>(value, visitor) || ...));
 }
 
-/// What forwards take and return: a tensor, some, those of recurrent nets and of attention. Copies
-/// of each have tensors of their own.
+/// Visits the tensors of the types that forwards take and return: one or several tensors, and the
+/// types of recurrent networks and attention. Copies of each type have their own tensors.
 void visit_tensors_of(AnyValue& value, TensorVisitor& visitor) {
   using at::Tensor;
   using std::optional, std::pair, std::tuple, std::vector;

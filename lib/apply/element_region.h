@@ -1,5 +1,5 @@
 #pragma once
-// An element of a Sequential whose calls are regions, whatever they take and return.
+// An element of a Sequential whose calls are regions, with any arguments and results.
 
 #include <memory>
 

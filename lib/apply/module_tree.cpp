@@ -14,9 +14,9 @@ namespace remat {
 namespace {
 
 constexpr std::string_view conditions_text =
-    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
-    "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
-    "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
+    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is "
+    "anything but a dot, `**` anything, `|` stands between several), type (of classes, the same "
+    "way) and every (a number from 1 up); for example \"every=2,name=layers.*,type=Bottleneck\".";
 
 void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::string& name,
               torch::nn::Module& module, torch::nn::Module* parent) {
@@ -26,7 +26,8 @@ void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::
              *child.value(), &module);
 }
 
-/// `*` in the pattern does not pass a separator, `**` does; without one (0) they are the same.
+/// Returns whether a text matches a pattern. `*` does not match a separator, `**` does; without a
+/// separator (0) they are the same.
 bool fits(std::string_view pattern, std::string_view text, char separator) {
   if (pattern.empty()) return text.empty();
   if (pattern.front() == '*') {
@@ -49,7 +50,7 @@ std::string_view trimmed(std::string_view text) {
                             : text.substr(first, text.find_last_not_of(" \t\n") - first + 1);
 }
 
-/// The parts between separators that stand in no angle brackets.
+/// Returns the parts between separators that are outside of angle brackets.
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   std::size_t begin = 0;
@@ -65,7 +66,7 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   return parts;
 }
 
-/// All that a class may be called: with fewer and fewer namespaces, with `Impl` and without.
+/// Returns all names of a class: with all, some or no namespaces, and with `Impl` and without.
 std::vector<std::string_view> names_of_type(const std::string& written, const std::string& plain) {
   std::vector<std::string_view> names;
   for (const std::string* const type : {&written, &plain}) {

@@ -1,4 +1,4 @@
-// Bodies of binding.h, but for the first run (checkpoint.cpp) and waits (lib/base/waiting.cpp).
+// Definitions of binding.h, except the first run (checkpoint.cpp) and waits (lib/base/waiting.cpp).
 
 #include "remat/binding.h"
 

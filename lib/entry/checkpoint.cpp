@@ -1,4 +1,4 @@
-// Bodies of checkpoint.h: the first run of a region.
+// Definitions of checkpoint.h: the first run of a region.
 
 #include "remat/checkpoint.h"
 
@@ -89,7 +89,8 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(options.offload_prefetch_depth >= 0,
                     "remat::checkpoint: offload_prefetch_depth is ", options.offload_prefetch_depth,
                     ".\nHint: give 0 or more.");
-  // Included while the stack of transforms is not empty; functorch's own state outlives it.
+  // The key is included while the stack of transforms is not empty; functorch's own state outlives
+  // that stack.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     throw_unsupported("a region was opened inside a functorch transform",
                       "functional transforms refuse saved-tensor hooks",

@@ -1,5 +1,5 @@
-// What LibTorch's engine and tensors call of ours: tells the regions of the thread, each what it
-// watches.
+// The callbacks of LibTorch's engine and tensors: they notify the thread's regions of the events
+// that these watch.
 
 #include <memory>
 #include <optional>
@@ -15,7 +15,7 @@ namespace remat::detail {
 
 namespace {
 
-/// The watcher of each region in which this thread takes part, innermost first.
+/// Visits the watcher of each region to which this thread belongs, innermost first.
 template <class Visitor>
 void visit_registrations(Visitor&& visitor) {
   visit_regions([&](RegionScope& scope) {

@@ -1,4 +1,4 @@
-// Bodies of module.h: what a checkpointed module has beyond the module it is.
+// Definitions of module.h: the options and the switch of a checkpointed module.
 
 #include "remat/module.h"
 
@@ -28,14 +28,14 @@ namespace detail {
 namespace {
 
 // Note [Options of a cloned child]
-// A parent's clone (torch::nn::Cloneable) makes its children anew in reset(), asks each original
-// child for a clone(), and assigns that to the new child as an `Impl`: LibTorch knows nothing of
-// the class above it, the function is final, and the assignment is not virtual, so our options
-// would be lost. All that the assignment carries over is Module's own fields. So our clone() writes
-// a name of its own into the clone; when the clone dies, which is right after the assignment, the
-// module made on this thread that bears the same name by then is the one it was assigned to, and
-// gets the options. A clone that lives on bears that name until it is first called; nothing else is
-// seen of this.
+// A parent's clone (torch::nn::Cloneable) makes new children in reset(), asks each original child
+// for a clone(), and assigns that to the new child as an `Impl`. LibTorch does not know the class
+// above `Impl`, the function is final, and the assignment is not virtual, so our options would be
+// lost. The assignment copies only Module's own fields.
+// Our clone() therefore writes a unique name into the clone. The clone dies right after the
+// assignment. The module of this thread that then has the same name is the target of the
+// assignment, and gets the options. A clone that lives on has that name until its first call. There
+// are no other visible effects.
 class LiveRegions {
  public:
   struct Entry {
@@ -53,7 +53,7 @@ class LiveRegions {
     const std::lock_guard<std::mutex> lock(mutex_);
     all_.erase(&region);
   }
-  /// The other module of this type, made on this thread, that has the same name.
+  /// Calls `found` with the other module of this type and thread that has the same name.
   template <class Found>
   void find_namesake(const ModuleRegion& region, const std::string& name, Found&& found) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -97,8 +97,7 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
 void ModuleRegion::set_options(ModuleOptions options) {
   TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
                     options.level, ". Hint: 0 for never, 1 and up for the level that turns it on.");
-  // Of the two places where it can be said; the region, and what it warns of, asks the one in its
-  // options.
+  // The policy can be set in two places; the region and its warnings read the one in its options.
   if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
   options.checkpoint.buffers =
       options.buffers == BufferPolicy::Ignore ? BufferPolicy::Ignore : BufferPolicy::Restore;
@@ -142,7 +141,7 @@ std::shared_ptr<torch::nn::Module> ModuleRegion::owner() const {
 
 bool ModuleRegion::is_wanted() {
   if (was_cloned_) {
-    was_cloned_ = false;  // it is no passing clone: Note [Options of a cloned child]
+    was_cloned_ = false;  // it is no temporary clone: Note [Options of a cloned child]
     ModuleAccess::name(*owner_).reset();
   }
   if (!is_on() || !c10::GradMode::is_enabled()) return false;

@@ -19,7 +19,7 @@ namespace remat {
 
 namespace {
 
-/// While alive, the regions that begin here restore what it registers.
+/// While alive, makes regions that begin on this thread restore the registered state.
 class ModulesGuard : detail::ScopeGuard {
  public:
   explicit ModulesGuard(std::shared_ptr<const UserRegistrations> registrations)
@@ -90,7 +90,7 @@ void refuse_null_module() {
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                        const torch::jit::Module* script) {
   if (is_planted(Fault::BufferInside)) return {!opens_region() || !opens_region(options)};
-  // Without grad mode, too, a region around it has the module's writes in its recomputes.
+  // Also without grad mode, recomputes of an enclosing region repeat the module's writes.
   if (!opens_region() && innermost(Ability::Region) == nullptr) return {true};
   if (!opens_region(options)) return {true, register_plain_call(options, module, script)};
   if (options.buffers != BufferPolicy::SkipBatchNorm) return {};

@@ -1,5 +1,5 @@
 #pragma once
-// What regions register for the modules that their functions are or name.
+// The state that regions register for their function's module and for the modules in their options.
 
 #include <memory>
 
@@ -8,19 +8,20 @@
 
 namespace remat {
 
-/// Adds the training flags of a module and of all below it, and their buffers, unless the policy
+/// Adds the training flags of a module and its submodules, and their buffers unless the policy
 /// ignores them.
 void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers);
 
-/// Collects the state of `module` and of the script module, which may be null, and of the modules
-/// that the options name, and tells the regions around; null if there are no modules.
+/// Collects the state of `module`, of the script module and of the modules in the options, and
+/// registers it with enclosing regions. The two pointers may be null. Returns null if there are no
+/// modules.
 /// Throws `c10::ValueError` for a null module in the options.
 std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOptions& options,
                                                           torch::nn::Module* module,
                                                           const torch::jit::Module* script);
 
-/// A call that is no region gets the same: while the result lives, the regions that begin here
-/// restore that state, too. Null if there are no modules.
+/// Does the same for a call that is no region: while the result lives, regions that begin on this
+/// thread also restore that state. Returns null if there are no modules.
 std::shared_ptr<void> register_plain_call(const CheckpointOptions& options,
                                           torch::nn::Module* module,
                                           const torch::jit::Module* script);

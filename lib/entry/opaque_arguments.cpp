@@ -16,7 +16,7 @@ namespace remat {
 
 namespace {
 
-/// Only what lies in the argument itself is looked at, not what its members point to.
+/// Returns whether the argument's own bytes hold a saved tensor; does not follow its pointers.
 bool holds_saved_tensor(const Frame& frame, const Frame& around, const void* object,
                         std::size_t num_bytes) {
   const auto* const bytes = static_cast<const char*>(object);
@@ -56,10 +56,10 @@ void warn_of_opaque_arguments(const Frame& frame,
         "remat::checkpoint: argument ", number, " of ",
         name.empty() ? "a region without a name" : "region \"" + name + "\"",
         ", counted from 0, is a ", type_name,
-        " that holds a tensor which the region saved, but it has no visit_tensors. Cause: it "
-        "is copied as a captured tensor is, so that its tensors, and the graph behind them, stay in "
-        "memory although the region lies in another one, which would compute them again. "
-        "Hint: write `template <class Visitor> void visit_tensors(",
+        " that holds a tensor which the region saved, but it has no visit_tensors. Cause: it is "
+        "copied as a captured tensor is, so that its tensors, and the graph behind them, stay in "
+        "memory although the region lies in another one, which would compute them again. Hint: "
+        "write `template <class Visitor> void visit_tensors(",
         type_name,
         "& value, Visitor&& visit)` beside the type, which calls visit(tensor) for each of "
         "its tensors; or pass the tensors as arguments of their own."));

@@ -1,5 +1,4 @@
-// Bodies of script_call.h: runs a script function as a region does, and tells regions of script
-// functions inside.
+// Definitions of script_call.h: runs a script function as a region does.
 
 #include "remat/script_call.h"
 

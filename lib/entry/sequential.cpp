@@ -1,4 +1,4 @@
-// Bodies of sequential.h.
+// Definitions of sequential.h.
 
 #include "remat/sequential.h"
 
@@ -21,7 +21,7 @@ std::string name_of_stages(std::ptrdiff_t first, std::ptrdiff_t last) {
   return "stages " + std::to_string(first) + " to " + std::to_string(last);
 }
 
-/// `modules`: of each stage, or none at all.
+/// Runs the segments of a chain. `modules`: the module of each stage, or empty.
 at::Tensor run_segments(const std::vector<Stage>& stages,
                         const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                         int64_t segments, at::Tensor input, const SequentialOptions& options) {
@@ -38,7 +38,7 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
   // The first of them are one stage longer; torch leaves the rest to the last segment.
   const int64_t num_longer = options.split == Split::Torch ? 0 : num_stages % segments;
   CheckpointOptions checkpoint_options = options.checkpoint;
-  // Where a chain is cut is no reason for its activations to be out of place.
+  // In-place activations must also work as the first stage of a segment.
   if (checkpoint_options.inputs == InputMode::Default)
     checkpoint_options.inputs = InputMode::CopyOnWrite;
   auto next = stages.begin();
@@ -61,7 +61,7 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
                                         modules.begin() + last);
     }
     if (is_last && !options.checkpoint_last) {
-      // A region around the chain has this segment's writes in its recomputes.
+      // Recomputes of a region around the chain repeat this segment's writes.
       const auto registered = detail::innermost(detail::Ability::Region) == nullptr
                                   ? nullptr
                                   : register_plain_call(checkpoint_options, nullptr, nullptr);

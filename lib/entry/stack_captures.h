@@ -1,6 +1,6 @@
 #pragma once
-// Warns of a function that refers to its caller's local variables, which may be gone when backward
-// runs it again.
+// Warns about a function that refers to its caller's local variables, which may be gone when
+// backward runs it again.
 
 #include <string>
 
@@ -8,8 +8,8 @@
 
 namespace remat {
 
-/// Looks for addresses of this thread's stack in the function object, and warns of one once a
-/// region's name.
+/// Searches the function object for addresses of this thread's stack, and warns about them once per
+/// region name.
 void warn_of_stack_captures(const FunctionFacts& facts, const std::string& name);
 
 }  // namespace remat

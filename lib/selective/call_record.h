@@ -29,7 +29,7 @@ namespace remat {
 // and its origin:
 //   Input    the region's input of that number
 //   Inside   the result of another call, by operator, number of the call, and which result of it
-//   Outside  any other storage, or the leaf that it is a cast of
+//   Outside  any other storage, or the leaf of which it is a cast
 // A tensor passes if it has the origin or the storage of forward's tensor. A tensor without an
 // origin (no operator made its storage, such as the tensor of a Python number) is compared by
 // contents if it is small and on the CPU. Otherwise it passes by its metadata, if forward's storage
@@ -37,7 +37,7 @@ namespace remat {
 struct ArgumentRecord {
   TensorMetadata metadata;
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  WeakStorage leaf{c10::intrusive_ptr<c10::StorageImpl>()};  ///< of the leaf that it is a cast of
+  WeakStorage leaf{c10::intrusive_ptr<c10::StorageImpl>()};  ///< of the leaf of which it is a cast
   int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
   std::optional<ValueSource> source{};
   std::optional<uint64_t> contents{};

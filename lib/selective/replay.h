@@ -56,7 +56,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
 
  private:
   struct Counted {
-    int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
+    int64_t op;  ///< number in the record; of a stranger: 1 << 20 and more
     uint32_t call;
   };
   struct Mismatch {

@@ -47,7 +47,7 @@ void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
     if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
       freed.holders.push_back(std::move(*holders));
   });
-  kept_results_ = {};  // clear() would keep the room
+  kept_results_ = {};  // clear() would keep the memory
   sources_.clear();
   slot_sources_.clear();
   for (OpRecord& op : record_.operators)

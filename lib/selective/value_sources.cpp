@@ -56,7 +56,7 @@ ValueSources::Entry* ValueSources::find(const c10::StorageImpl* storage) {
 }
 
 void ValueSources::clear() {
-  entries_ = {};  // clear() would keep the room
+  entries_ = {};  // clear() would keep the memory
   index_ = {};
   num_indexed_ = 0;
 }
