@@ -632,6 +632,6 @@ TEST_CASE("kept random operators of a device move its generator", "[device][rule
   };
   const Tensor x = stand_in_leaf(values), z = stand_in_leaf(values);
   const Tensor plain = grad_of(f(x), {x})[0];
-  for (int i = 0; i < 14; ++i) stand_in::draw();  // the numbers come back after 16
+  for (int i = 0; i < 14; ++i) stand_in::draw();  // the numbers repeat after 16
   require_same(grad_of(checkpoint(f, z), {z})[0], plain);
 }

@@ -503,7 +503,7 @@ TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF
 
 TEST_CASE("what stays since it was saved last and is changed in place raises", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {1000});
-  const int which = GENERATE(0, 1);  // moved by then, or not
+  const int which = GENERATE(0, 1);  // moved before the change, or not
   Tensor h, y;
   {
     const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 1});
