@@ -1,5 +1,5 @@
 // Compares the cost of a region, a level of nesting and a saved tensor between few and many of
-// them, in time and in bytes besides the program's tensors. See METHOD.md.
+// them, in time and bytes besides the program's tensors. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

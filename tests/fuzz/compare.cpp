@@ -157,10 +157,10 @@ bool has_state(const Program& program, bool (*is_wanted)(remat::testing::State))
   });
 }
 
-/// Returns whether a region may raise about its modules. A table that is filled once needs a
-/// recompute to start from the state at the end of forward, but a buffer that each call writes
-/// needs the state at the begin. Statistics of a batch norm without grad mode are such a buffer. A
-/// policy does not see again an operator that only the first call runs.
+/// Returns whether a region may raise about its modules. After a table that is filled once, a
+/// recompute must start from the state at the end of forward. After a buffer that each call writes,
+/// it must start from the state at the begin. Statistics of a batch norm without grad mode are such
+/// a buffer. A policy does not see again an operator that only the first call runs.
 bool is_about_modules(const Program& program, const Contents& has, const Stage& stage) {
   using remat::testing::State;
   const bool has_table = has_state(program, [](State s) { return s == State::Table; });
