@@ -342,7 +342,7 @@ TEST_CASE("what an inner backward saves on threads of two devices is right or a 
 
 namespace {
 
-/// Releases its threads when two have come, or after a second without the other one.
+/// Releases its threads when two have come; a single thread gives up after 20 seconds.
 class Meeting {
  public:
   bool wait() {

@@ -278,7 +278,7 @@ struct ShortPinnedMemory {
   ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
 };
 
-/// Blocks copies on other threads until it lets them go.
+/// Blocks copies on other threads until `let_go`.
 class HeldUpCopies {
  public:
   HeldUpCopies() {
