@@ -77,11 +77,13 @@ bool are_close(const Entry& p, const Entry& c) {
                                      : contains(p.meta, "Float") && is_close<float>(p, c));
 }
 
-/// Returns whether an entry is a gradient, whose rounding can depend on the time of a `grad_fn()`
-/// call. A view that was changed in place gets its grad_fn anew on the first such call, and from
-/// elsewhere once its object is gone. A region makes this call for its arguments, unused ones
-/// included, and holds the nodes for its recompute. Sums of gradients follow the numbers of nodes,
-/// so an early call changes their rounding without regions, too.
+// Note [Early calls of grad_fn]
+// A view that was changed in place gets its grad_fn anew on the first call of `grad_fn()`, and from
+// elsewhere once its object is gone. A region makes this call for its arguments, unused ones
+// included, and holds the nodes for its recompute. Sums of gradients follow the numbers of nodes,
+// so an early call changes their rounding without regions, too.
+
+/// Returns whether an entry is a gradient. See Note [Early calls of grad_fn].
 bool is_gradient(const Entry& entry) { return entry.label.rfind("order ", 0) == 0; }
 
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
