@@ -27,7 +27,7 @@ struct Arguments {
   int64_t samples = 15;
   int64_t sample_ns = 50'000'000;
   Clock clock = Clock::Wall;
-  at::Device device = at::kCPU;  ///< where the work runs; with an index, if it is no CPU
+  at::Device device = at::kCPU;  ///< where the work runs; with an index, unless it is the CPU
   std::string commit{};
 };
 

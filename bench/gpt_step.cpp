@@ -133,7 +133,7 @@ class Gpt {
   std::vector<remat::Stage> stages_;
 };
 
-/// The same model, trained in the ways of Python.
+/// Trains the same model in the ways of Python.
 class Python {
  public:
   Python(const std::string& interpreter, const Size& size, const std::string& dtype,

@@ -23,7 +23,7 @@ import plot
 
 BENCH = pathlib.Path(__file__).resolve().parent
 PYTHON_BENCH = BENCH.parent / "python" / "bench"
-# In the order of the page: benchmark, question, what the reader should know beside it.
+# In the order of the page: benchmark, question, explanation.
 SECTIONS = (
     ("region_cost", "What does a region cost?",
      "Nanoseconds of a chain of regions beyond a plain step and one more forward, on a tensor of one element, where "
@@ -76,7 +76,7 @@ SECTIONS = (
 )
 
 
-# Those that take `--device`.
+# Benchmarks that take `--device`.
 ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "selective_curve", "offload", "plan_moving",
               "recorder_cost")
 
@@ -276,7 +276,7 @@ def main():
         sys.exit(f"{', '.join(sorted(without))}: no section here")
     device = device_of(machine["arguments"])
     suffix = f"-{device.upper()}" if device else ""
-    # Those of Python run where there is one.
+    # Benchmarks in Python run only if there is a Python.
     sections = [section for section in SECTIONS
                 if (not device or section[0] in ON_DEVICES)
                 and (not section[0].startswith("python_") or (folder / f"{section[0]}.jsonl").exists())]
@@ -293,7 +293,7 @@ def main():
             plots[f"{file}.svg"] = picture
             title = re.search(r'font-size="16"[^>]*>([^<]*)<', picture)[1]
             page += [f"![{title}](plots{suffix}/{file}.svg)", ""]
-    # All of it or nothing: what is there stays if a number is missing.
+    # All or nothing: if a number is missing, the old page and plots stay.
     results, folder_of_plots = BENCH / f"RESULTS{suffix}.md", BENCH / f"plots{suffix}"
     results.write_text("\n".join(page).rstrip() + "\n")
     shutil.rmtree(folder_of_plots, ignore_errors=True)

@@ -1,5 +1,5 @@
 // Compares the cost of a region, a level of nesting and a saved tensor between few and many of
-// them, in time and in bytes besides the program's tensors. See METHOD.md.
+// them, in time and bytes besides the program's tensors. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -120,15 +120,15 @@ struct Shape {
   const char* unit;
   at::Tensor (*checkpointed)(const at::Tensor&, int64_t);
   std::vector<int64_t> counts;
-  /// Whether all tensors made inside but the last stay, as inputs of regions.
+  /// True if all tensors made inside but the last stay, as inputs of regions.
   bool keeps_inputs = false;
-  /// Whether a unit counts beyond a work of one: then the first shape's region does not count.
+  /// True if a unit counts beyond a work of one: then the first shape's region does not count.
   bool is_beyond_first = false;
-  /// Whether backward must run each level again as often as it is deep; then its bytes mean
+  /// True if backward must run each level again as often as it is deep; then its bytes mean
   /// nothing.
   bool is_triangle = false;
   bool recomputes = true;
-  /// Whether all bytes beyond those of the plain graph are bookkeeping.
+  /// True if all bytes beyond those of the plain graph are bookkeeping.
   bool says_bytes = true;
 
   /// Returns the number of `sin` calls that backward must run again.
@@ -228,7 +228,7 @@ double held_by(Make make) {
 
 struct Bytes {
   double checkpointed = 0, plain = 0;  ///< [bytes] held after forward
-  double nodes = 0;                    ///< [bytes] of the plain graph without what it saved
+  double nodes = 0;                    ///< [bytes] of the plain graph without its saved tensors
   double tensor = 0;                   ///< [bytes] of one tensor
   double bookkeeping = 0;              ///< [bytes] of the regions, beyond nodes and kept tensors
 };

@@ -152,7 +152,7 @@ int run(int argc, char** argv) {
       const Comparison comparison = make(arguments.smoke, arguments.device);
       verify(comparison);
       if (arguments.smoke) continue;
-      // The calling thread's own time is no measure of a step on several threads.
+      // The calling thread's own time does not measure a step on several threads.
       bench::Arguments of_count = arguments;
       if (count > 1) of_count.clock = bench::Clock::Wall;
       measure(comparison, of_count);

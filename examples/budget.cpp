@@ -202,7 +202,7 @@ void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
 // Returns the peak of the allocations of `work`, beyond the bytes alive before.
 template <class Work>
 int64_t peak_of(const Work& work, const torch::Device& device) {
-  work();  // a first run allocates what stays
+  work();  // a first run allocates memory that stays
   remat::MemoryMeter meter(device);
   const int64_t before = meter.live_bytes();
   meter.reset_peak();

@@ -1,4 +1,4 @@
-// The traces of docs/concepts.md: when a region's function runs, and what it sees.
+// The traces of docs/concepts.md: the runs of a region's function, and the values that it sees.
 
 #include <remat/remat.h>
 #include <torch/torch.h>

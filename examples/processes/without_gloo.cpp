@@ -1,4 +1,4 @@
-// Stands in for an example of several processes where it cannot be built.
+// Replaces an example of several processes where it cannot be built.
 
 #include <cstdio>
 

@@ -20,9 +20,9 @@ struct Gathered {
 };
 
 // `whole()` is all parameters in one dimension. It has memory only between `gather()` and `free()`,
-// and so have saved tensors that share its storage. When backward has completed its gradient, the
-// gradient of `part()` becomes the mean over the processes of this process's part. Then the memory
-// is freed.
+// and so have saved tensors that share its storage. When backward has completed its
+// gradient, the processes average it, this process's part of it becomes the gradient of `part()`,
+// and the memory is freed.
 //
 // Gathering restores the leaf's former values, so for autograd, and for remat's check of captured
 // parameters, nothing may change. Writes therefore go through `variable_data()`, which has a

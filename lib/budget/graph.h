@@ -35,9 +35,8 @@
 //
 // Note [Ends on accelerators]
 // The CPU's counting allocator announces the end of a storage's data. Other allocators do not, so
-// the graph looks for itself: a value has its content as long as the storage has the same data, and
-// values of storages that have died are released whenever the number of values on accelerators has
-// doubled.
+// the graph looks for itself: a value has its content as long as the storage has the same data.
+// Values of dead storages are released whenever the number of values on accelerators has doubled.
 //
 // Note [The lock of the graph]
 // The process has one graph and one lock. The lock is a leaf: no operator, allocator, deleter or

@@ -107,7 +107,7 @@ class Moved {
   /// Returns whether the copy stands in for the content. Guarded by the graph's lock, like
   /// `settle`.
   bool is_complete() const { return is_complete_; }
-  /// Lets go of the content after the end of the copy. Another owner must hold it.
+  /// Releases the content after the end of the copy. Another owner must hold it.
   void settle();
   double seconds_back() const { return mover_->seconds_back(bytes_); }
 

@@ -43,7 +43,7 @@ struct detail::MeteredDevice {
 
   // Note [Meters share one peak]
   // Allocations raise one peak, which is cheap with any number of meters. Whenever a meter starts
-  // afresh, every other meter adds the shared peak to its own, and the shared peak starts afresh.
+  // afresh, the peaks of all other meters are raised to the shared one, which then starts afresh.
   void start_peak() {
     const int64_t last = source.start_peak();
     for (auto& [meter, peak] : peaks) peak = std::max(peak, last);

@@ -9,7 +9,7 @@
 // A stream without work passes an event at once. So the time of work that is queued more slowly
 // than it runs includes the gaps.
 //
-// To align the clocks of host and device, one more event is recorded while the stream is empty, or
+// One more event aligns the clocks of host and device. It is recorded while the stream is empty, or
 // taken to be empty, and the host's time is noted with it.
 
 #include <c10/core/Event.h>

@@ -205,8 +205,8 @@ struct Eviction {
 };
 /// Notes results that budgets dropped or moved. The caller holds no lock.
 void budget_drops(const std::vector<Eviction>& evictions);
-/// Notes an operator call that ran again for a budget, from `begin` until now. `bytes`: the remade
-/// results that were made again, on `device`. The caller holds no lock.
+/// Notes an operator call that ran again for a budget, from `begin` until now. `bytes`: its results
+/// that were made again, on `device`. The caller holds no lock.
 void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
                    std::chrono::steady_clock::time_point begin);
 /// Notes that a budget read a moved content back, on `device`. The caller holds no lock.

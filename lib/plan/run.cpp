@@ -2,12 +2,11 @@
 //
 // Note [What a plan moves]
 // Each item that moves its saved tensors has a depot of its own. While the item runs, the depot
-// begins to copy out tensors without another holder. Copying continues beside the item behind and
-// is waited for at its end. So at most two items' bytes are in memory on their way out.
+// begins to copy out tensors that have no other holder. Copying continues beside the item behind,
+// at whose end it is waited for. So at most two items' bytes are in memory on their way out.
 //
-// A hook on the output of the item behind begins to copy back when the gradient of that output is
-// complete, so that copies run beside that item's backward. All depots share one place, and so one
-// file.
+// A hook on the output of the item behind begins to copy back when that output's gradient is
+// complete. So copies run beside that item's backward. All depots share one place, and so one file.
 
 #include <algorithm>
 #include <functional>

@@ -30,7 +30,7 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
   }
   levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, false});
   fill(0, false);
-  // A level that finds nothing new is dropped, and the last: higher levels would be the same.
+  // A level that finds nothing new is dropped and ends the loop: higher levels would be the same.
   for (int64_t depth = 1; depth < options.max_depth; ++depth) {
     const std::size_t below = levels_.size() - 1;
     levels_.push_back({std::vector<int32_t>(cells, kUnsolved), below, true});

@@ -39,8 +39,8 @@ namespace remat::detail {
 //
 // The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes),
 // beside the backward of all stages but the last. So for t = L, m counts bytes beyond these. The
-// need of forward is less by as much, since forward runs before them. So is the need of the last
-// backward, which counts them itself.
+// need before the last backward is less by as much, and so is that of the last backward, which
+// counts these bytes itself.
 //
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without a limit, a level is its own inside.

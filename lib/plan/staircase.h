@@ -6,7 +6,7 @@
 
 namespace remat {
 
-/// The need for `ticks` from `bytes` on, up to the next step.
+/// From `bytes` on, up to the next point, `ticks` are needed.
 struct Step {
   int64_t bytes = 0, ticks = 0;
   friend bool operator==(const Step&, const Step&) = default;

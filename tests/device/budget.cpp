@@ -328,7 +328,7 @@ TEST_CASE("values of a device that cannot be made again wait on the CPU, to the 
   const int64_t before = meter.live_bytes();
   {
     const BudgetGuard guard(moving(8, has_file ? folder.path() : ""));
-    CHECK(program.grad().equal(plain));  // learns what operators allocate
+    CHECK(program.grad().equal(plain));  // learns the allocations of operators
     for (int i = 0; i < 3; ++i) {
       guard.counters().reset();
       meter.reset_peak();

@@ -342,7 +342,7 @@ TEST_CASE("what an inner backward saves on threads of two devices is right or a 
 
 namespace {
 
-/// Releases its threads when two have come, or after a second without the other one.
+/// Releases its threads when two have come; a single thread gives up after 20 seconds.
 class Meeting {
  public:
   bool wait() {
@@ -632,6 +632,6 @@ TEST_CASE("kept random operators of a device move its generator", "[device][rule
   };
   const Tensor x = stand_in_leaf(values), z = stand_in_leaf(values);
   const Tensor plain = grad_of(f(x), {x})[0];
-  for (int i = 0; i < 14; ++i) stand_in::draw();  // the numbers come back after 16
+  for (int i = 0; i < 14; ++i) stand_in::draw();  // the numbers repeat after 16
   require_same(grad_of(checkpoint(f, z), {z})[0], plain);
 }

@@ -278,7 +278,7 @@ struct ShortPinnedMemory {
   ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
 };
 
-/// Blocks copies on other threads until it lets them go.
+/// Blocks copies on other threads until `let_go`.
 class HeldUpCopies {
  public:
   HeldUpCopies() {
@@ -503,7 +503,7 @@ TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF
 
 TEST_CASE("what stays since it was saved last and is changed in place raises", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {1000});
-  const int which = GENERATE(0, 1);  // moved by then, or not
+  const int which = GENERATE(0, 1);  // moved before the change, or not
   Tensor h, y;
   {
     const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 1});

@@ -81,7 +81,7 @@ struct SmallDevice {
   ~SmallDevice() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
 };
 
-/// A kernel that is no operator and changes no version.
+/// A kernel that is not an operator and changes no version.
 void triple_past_dispatcher(const Tensor& t) {
   auto* const data = static_cast<float*>(t.data_ptr());
   for (int64_t i = 0; i < t.numel(); ++i) data[i] *= 3;

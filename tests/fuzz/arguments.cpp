@@ -98,8 +98,9 @@ void Interpreter::run_toggle(const Statement& s, Environment& values) {
   const Tensor t = see(values, s.args[0]).tensor;
   if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
   if (regions_around_ > 0) record_.changes.registered = true;
-  // An early stop ends the block like an exception, for which only some functions prepare. They
-  // call requires_grad_(). The other direction is not detected on unsaved tensors (docs/limits.md).
+  // An early stop ends the block like an exception, for which only some functions have a guard.
+  // Functions without one call requires_grad_(): regions do not put set_requires_grad() back on
+  // unsaved tensors (docs/limits.md).
   std::optional<Thaw> guard;
   if (s.salt % 2 == 0) {
     t.set_requires_grad(false);

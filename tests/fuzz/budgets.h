@@ -8,9 +8,9 @@
 
 namespace fuzz {
 
-/// The budget [bytes] of programs on their threads; 0: none.
+/// Returns the budget [bytes] of programs on their threads; 0: none.
 int64_t& budget_bytes();
-/// Whether values may move within the budget, to the CPU or into a file.
+/// Returns the switch for moves within the budget, to the CPU or into a file.
 bool& budget_moves();
 
 /// Runs the program under a budget without a limit, and under six others. Returns a finding if they

@@ -77,11 +77,13 @@ bool are_close(const Entry& p, const Entry& c) {
                                      : contains(p.meta, "Float") && is_close<float>(p, c));
 }
 
-/// Returns whether an entry is a gradient, whose rounding can depend on the time of a `grad_fn()`
-/// call. A view that was changed in place gets its grad_fn anew on the first such call, and from
-/// elsewhere once its object is gone. A region makes this call for its arguments, unused ones
-/// included, and holds the nodes for its recompute. Sums of gradients follow the numbers of nodes,
-/// so an early call changes their rounding without regions, too.
+// Note [Early calls of grad_fn]
+// A view that was changed in place gets its grad_fn anew on the first call of `grad_fn()`, and from
+// elsewhere once its object is gone. A region makes this call for its arguments, unused ones
+// included, and holds the nodes for its recompute. Sums of gradients follow the numbers of nodes,
+// so an early call changes their rounding without regions, too.
+
+/// Returns whether an entry is a gradient. See Note [Early calls of grad_fn].
 bool is_gradient(const Entry& entry) { return entry.label.rfind("order ", 0) == 0; }
 
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
@@ -157,10 +159,10 @@ bool has_state(const Program& program, bool (*is_wanted)(remat::testing::State))
   });
 }
 
-/// Returns whether a region may raise about its modules. A table that is filled once needs a
-/// recompute to start from the state at the end of forward, but a buffer that each call writes
-/// needs the state at the begin. Statistics of a batch norm without grad mode are such a buffer. A
-/// policy does not see again an operator that only the first call runs.
+/// Returns whether a region may raise about its modules. After a table that is filled once, a
+/// recompute must start from the state at the end of forward. After a buffer that each call writes,
+/// it must start from the state at the begin. Statistics of a batch norm without grad mode are such
+/// a buffer. A policy does not see again an operator that only the first call runs.
 bool is_about_modules(const Program& program, const Contents& has, const Stage& stage) {
   using remat::testing::State;
   const bool has_table = has_state(program, [](State s) { return s == State::Table; });

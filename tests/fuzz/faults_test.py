@@ -11,11 +11,12 @@ import sys
 import time
 
 HEADER = pathlib.Path(__file__).resolve().parents[2] / 'lib' / 'base' / 'planted_fault.h'
-# Nearly all are found within seconds, all within 60 where nothing else runs; a busy machine gets four times that.
+# Nearly all are found within seconds, and all within 60 on an idle machine; a busy one gets four
+# times that.
 TO_FIND = ['--seconds', '240']
-WITHOUT = ['--seeds', '0:1000']     # for the library without a fault, in which nothing may be found
+WITHOUT = ['--seeds', '0:1000']     # for the library without a fault, which must give no finding
 
-# What shows only where functions do more with what they are given than compute.
+# Faults that show only if functions do more with their arguments than compute.
 ABOUT_ARGUMENTS = {'WrittenArgument', 'ReplacedArgument', 'ArgumentObject', 'HookTwice'}
 
 
@@ -39,11 +40,11 @@ def main():
     program, passed, failed = sys.argv[1], 0, 0
     for number, name in enumerate(names()):
         arguments = TO_FIND if number else WITHOUT
-        if name.startswith('Kept'):     # only regions with policies keep anything
+        if name.startswith('Kept'):     # only regions with policies keep results
             arguments = ['--selective', *arguments]
         if name in ABOUT_ARGUMENTS:
             arguments = ['--arguments', *arguments]
-        if name.startswith('Buffer'):   # only modules have any that recomputes restore
+        if name.startswith('Buffer'):   # only modules have buffers that recomputes restore
             arguments = ['--modules', *arguments]
         is_found, programs, seconds, output = run(program, number, arguments)
         what = output.splitlines()[0] if is_found else 'nothing'

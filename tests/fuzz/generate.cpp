@@ -247,7 +247,6 @@ PolicySpec Generator::make_policy() {
   policy.kind = static_cast<PolicySpec::Kind>(
       1 + dice_.below(static_cast<int64_t>(PolicySpec::Kind::Count) - 1));
   policy.salt = dice_.bits();
-  // No further draws, so that the programs of known seeds do not change.
   policy.allows_mutation = dice_.percent(features_.inplace ? 70 : 20);
   policy.through_hooks = dice_.percent(25);
   policy.asks_again = dice_.percent(15);

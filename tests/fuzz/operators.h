@@ -41,7 +41,7 @@ at::Device& device();
 struct Surroundings {
   int64_t* hook_calls = nullptr;
   int64_t max_numel = 256;
-  /// Null without a guard around: a recompute would find the numbers in another state.
+  /// A null pointer without a guard around: a recompute would find the numbers in another state.
   std::array<Numbers*, 2> numbers{};
   std::array<const at::Generator*, 2> generators{};
 };

@@ -151,7 +151,7 @@ void Interpreter::run_wrap(const Statement& s, Environment& values) {
     default:
       try {
         run_block(s.block, values);
-      } catch (const FuseBlown&) {  // a fault of one run must not change what the program does
+      } catch (const FuseBlown&) {  // a fault of one run must not change the program
         throw;
       } catch (const c10::OutOfMemoryError&) {
         throw;

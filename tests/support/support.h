@@ -14,11 +14,11 @@
 //   OpCounter ops; ... ops.count("aten::sin")              operator calls (also those cut short)
 //   KernelCounter kernels; ... kernels.count("sin")        CPU kernels that really ran
 //   graph_dies(f), nodes_below(y), WeakGraph               weak references to graph nodes
-//   contains("text"), error_of<T>(f)                       what an error says, the error itself
+//   contains("text"), error_of<T>(f)                       matches a text; returns the error itself
 //   Seed seed(7);                      seeds the CPU generator, reports it with a failure, restores
 //   first_then(calls, f, g)            f the first time, then g: a recompute that differs
 //   mismatch_of(y, x)                  the error of a backward that must leave nothing
-//   leftovers(), Baseline, Unchanged   what a test may not leave behind; main.cpp asks after each
+//   leftovers(), Baseline, Unchanged   leftovers of tests, which main.cpp looks for after each
 //
 // Not here, because they cost compile time: saved_tensors.h (reads saved tensors of nodes),
 // nn.h (torch::nn). Tags: a case tagged [leaves-bytes] may leave tensor bytes behind.
