@@ -2,8 +2,8 @@
 """Checks the Markdown files against the tree: code is compiled, output is printed, files exist, texts are thrown.
 
 A block marked cpp stands, but for its indentation, in a source that the build compiles; one marked python in an example or
-a test of the package; each line of a meson or cmake block in a file of tests/install; a text block is what an example is expected to print. Links lead to files, and to headings
-of those. The README has at most 150 lines and leads to every page of docs/.
+a test of the package; each line of a meson or cmake block in a file of tests/install; the lines of a text block in the
+expected output of an example. Links lead to files, and to headings of those. The README has at most 150 lines and leads to every page of docs/.
 """
 
 import re
@@ -92,17 +92,24 @@ def fits(wanted, line):
     return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), line) is not None
 
 
+def follow_in(expected, lines):
+    """Whether lines follow each other in an .expected file."""
+    return any(all(map(fits, expected[start:], lines)) for start in range(len(expected) - len(lines) + 1))
+
+
 def output_faults(text):
-    """A text block is an .expected file. Where there is none, since times are printed, a program
+    """The lines of a text block follow each other in an .expected file. Or a program that has none, since it prints times,
     has the words of its first line."""
-    expected = [file.read_text(encoding="utf-8").split("\n") for file in sorted((ROOT / "examples").glob("*.expected"))]
-    sources = [joined(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "examples").glob("*.cpp"))]
+    expected = [file.read_text(encoding="utf-8").split("\n") for folder in ("examples", "python/examples")
+                for file in sorted((ROOT / folder).glob("*.expected"))]
+    sources = [" ".join(re.findall(r'"([^"]*)"', joined(file.read_text(encoding="utf-8"))))
+               for file in sorted((ROOT / "examples").glob("*.cpp")) if not file.with_suffix(".expected").exists()]
     for language, block in BLOCK.findall(text):
-        lines = block.split("\n")
-        if language != "text" or any(len(lines) == len(each) and all(map(fits, each, lines)) for each in expected):
+        lines = block.rstrip("\n").split("\n")
+        if language != "text" or any(follow_in(each, lines) for each in expected):
             continue
         words = re.findall(r"[A-Za-z]+", lines[0])
-        if not any(all(word in " ".join(re.findall(r'"([^"]*)"', source)) for word in words) for source in sources):
+        if not any(all(re.search(rf"\b{word}\b", printed) for word in words) for printed in sources):
             yield f"no example prints what begins with `{lines[0].strip()}`"
 
 

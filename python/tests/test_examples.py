@@ -12,6 +12,8 @@ from pathlib import Path
 import remat
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.append(str(EXAMPLES.parents[1] / "tools"))
+from compare_output import difference  # noqa: E402
 
 
 def output_of(*command: str) -> str:
@@ -35,6 +37,12 @@ class Examples(unittest.TestCase):
             "checkpointed: 65540 bytes alive after forward\n"
             "gradients bit-equal: yes\n",
         )
+
+    def test_tutorial_prints_what_the_documents_show(self) -> None:
+        self.assertEqual(difference(EXAMPLES / "tutorial.expected", output_of("tutorial.py")), "")
+
+    def test_tutorial_runs_single_steps(self) -> None:
+        self.assertEqual(output_of("tutorial.py", "measure"), "measure\n  peak 21.77 MB, floor 1.80 MB\n")
 
     def test_tour(self) -> None:
         text = output_of("tour.py")

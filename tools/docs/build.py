@@ -19,7 +19,7 @@ ROOT = TOOLS.parent.parent
 SKIPPED = 77
 
 # The documents, in the order in which the site shows them.
-GUIDES = ["guide", "modules", "selective", "hooks", "custom-places", "planning", "seeing", "errors", "processes", "from-python",
+GUIDES = ["tutorial", "guide", "modules", "selective", "hooks", "custom-places", "planning", "seeing", "errors", "processes", "from-python",
           "binding", "limits", "faq"]
 AROUND = ["CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "bench/RESULTS.md", "bench/METHOD.md"]
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
