@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Builds the site of `./dev docs` and opens it in headless Chromium: no warning, no script error, every link leads somewhere.
+"""Builds the site of `./dev docs` and opens it in headless Chromium: no warning, no script error, every link leads somewhere,
+the search finds pages.
 
 Usage: docs_test.py FOLDER     where to build
 
 A page in the browser opens index.html and each page that an opened one links, notes links and anchors, and says which lead
-nowhere. It must find them in a small site that is broken. Ends with 77 where there is no Doxygen or no Chromium.
+nowhere. It must find them in a small site that is broken. Ends with 77 where there is no Doxygen, Sphinx or Chromium.
 """
 
 import html.parser
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = 77
+FIRST = ["index.html", "search.html?q=early+stop"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 # Opens the pages one after the other in a frame; the answer stands in an attribute of <html>.
@@ -36,6 +37,10 @@ addEventListener('load', async () => {
     if (there === null || there.location.protocol !== 'file:') {
       pages.set(page, null);
       continue;
+    }
+    if (page.includes('?q=')) {
+      for (let i = 0; i < 100 && !there.querySelector('#search-results li a'); ++i) await new Promise(done => setTimeout(done, 100));
+      if (!there.querySelector('#search-results li a')) faults.push(page + ' finds nothing');
     }
     const anchors = new Set([...there.querySelectorAll('[id], [name]')].flatMap(each => [each.id, each.getAttribute('name')]));
     const links = new Set();
@@ -105,24 +110,16 @@ def crawl(browser, site, first, folder):
     return faults + found["faults"], found["pages"], found["links"]
 
 
-def in_tree(site):
-    """The pages that the tree at the left and the search lead to; its entries are made when they are unfolded."""
-    targets = set()
-    for script in {*site.glob("*.js"), *site.glob("search/*.js")} - {*site.glob("navtreeindex*.js")}:
-        # Where each part of the tree's index begins is no entry, and may be a page that the layout leaves out.
-        text = re.sub(r"var NAVTREEINDEX\s*=\s*\[.*?\]", "", script.read_text("utf-8"), flags=re.S)
-        targets |= {name.removeprefix("../") for name in re.findall(r"[\"']((?:\.\./)?[\w.-]+\.html)[#\"']", text)}
-    return sorted(targets)
-
-
 def broken(folder):
     """A site with one fault of each kind, and words of what must be said of each."""
     site = Path(folder) / "broken"
     site.mkdir()
     (site / "index.html").write_text('<a href="other.html#there">1</a><a href="other.html#gone">2</a><a href="gone.html">3</a>'
                                      '<img src="gone.png" alt="picture">', encoding="utf-8")
+    (site / "search.html").write_text('<ul id="search-results"></ul>', encoding="utf-8")
     (site / "other.html").write_text('<p id="there">here</p><script>no_such_function()</script>', encoding="utf-8")
-    return site, ("other.html#gone, which has no such anchor", "gone.html, which is not there", "lacks the picture", "no_such_function")
+    return site, ("other.html#gone, which has no such anchor", "gone.html, which is not there", "lacks the picture", "no_such_function",
+                  "finds nothing")
 
 
 def main(out):
@@ -130,8 +127,8 @@ def main(out):
     sys.dont_write_bytecode = True    # nothing is written into the source tree
     import build
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if shutil.which("doxygen") is None or browser is None:
-        print("There is no Doxygen or no Chromium here (Debian: apt-get install doxygen chromium), so no site was opened.")
+    if build.missing() or browser is None:
+        print(f"There is no {' and no '.join(build.missing() or ['Chromium'])} here, so no site was opened.")
         return SKIPPED
     site, warnings = build.build(Path(out).resolve())
     if warnings:
@@ -139,17 +136,16 @@ def main(out):
         return 1
     with tempfile.TemporaryDirectory() as folder:
         bad, expected = broken(folder)
-        found, pages, _ = crawl(browser, bad, ["index.html"], folder)
+        found, pages, _ = crawl(browser, bad, FIRST, folder)
         if not pages:
             print(f"{browser} does not run here, so no site was opened: {found}")
             return SKIPPED
         faults = [f"in a broken site nobody noticed: {words}" for words in expected if not any(words in fault for fault in found)]
-        found, pages, links = crawl(browser, site, ["index.html"], folder)
+        found, pages, links = crawl(browser, site, FIRST, folder)
         faults += found
-        faults += [f"the tree or the search leads to {page}, which is not there" for page in in_tree(site) if not (site / page).exists()]
-    for page in build.documents().values():
-        if f"{page}.html" not in pages:
-            faults.append(f"no page leads to {page}.html")
+    made = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"search.html"}    # a form leads there
+    faults += [f"no page leads to {page}" for page in sorted(made - set(pages))]
+    faults += [f"there is no page of {document}" for document, page in build.documents().items() if f"{page}.html" not in made]
     print("\n".join(faults) if faults else f"{len(pages)} pages open without a fault, and {links} links lead where they say")
     return 1 if faults else 0
 

@@ -1,173 +1,45 @@
 #!/usr/bin/env python3
-"""Builds the site of the documents and of the reference of include/remat: build.py FOLDER
+"""Builds the site of the documents and of the references: build.py [--set-up] FOLDER
 
-Doxygen reads copies of the Markdown files that are written here, in which headings have the anchors that they have on
-GitHub and links lead to pages of the site: to another document, to the reference of a public header, to a listing of any
-other file. As a filter, build.py --header FILE prints a header whose first comment is the documentation of the file.
-Ends with 77 where there is no Doxygen. A warning of Doxygen's is an error.
+Writes the source of the site into FOLDER/source: the Markdown files as they are, a page for each header of include/remat,
+which Breathe fills from Doxygen's XML, and the pages of the Python reference. Sphinx makes FOLDER/html of it. --set-up first
+installs requirements.txt into .venv-docs. As a filter of Doxygen's, build.py --header FILE prints a header whose first
+comment documents the file. Ends with 77 where Doxygen or Sphinx is missing. A warning of either is an error.
 """
 
-import os
 import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
+
+sys.dont_write_bytecode = True    # nothing is written into the source tree
+
+import python_reference
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent.parent
+PYTHON = ROOT / ".venv-docs/bin/python"
+INSTALLED = ROOT / ".venv-docs/requirements.txt"
 SKIPPED = 77
-
-# The documents, in the order in which the site shows them.
-GUIDES = ["tutorial", "guide", "modules", "selective", "hooks", "custom-places", "planning", "seeing", "errors", "processes", "from-python",
-          "binding", "limits", "faq"]
-AROUND = ["CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "bench/RESULTS.md", "bench/METHOD.md"]
-FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
-CODE = re.compile(r"(`[^`\n]+`)")
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "bench/*.md"]
+PICTURES = ["docs/pictures/*.svg", "bench/plots*/*.svg"]
+DARK = "@media (prefers-color-scheme: dark)"
+LABELS = "Memory|Arguments|Threads|Throws|Cost|Not counted|Sources?|Examples?"
 
 
 def documents():
-    """Path of each document: name of its page. Pages of docs/ that GUIDES does not name come last of them."""
-    others = sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem not in GUIDES)
-    found = {"README.md": "index"}
-    found |= {f"docs/{name}.md": name for name in GUIDES + others if (ROOT / f"docs/{name}.md").exists()}
-    return found | {name: Path(name).stem.lower() for name in AROUND if (ROOT / name).exists()}
+    """The path of each document: its path in the site, without a suffix."""
+    found = [str(file.relative_to(ROOT)) for pattern in DOCUMENTS for file in sorted(ROOT.glob(pattern))]
+    return {name: "index" if name == "README.md" else name.removesuffix(".md") for name in found}
 
 
-def slugs(headings):
-    """The anchors that GitHub gives the headings of a page."""
-    seen = {}
-    for heading in headings:
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
-        seen[slug] = seen.get(slug, -1) + 1
-        yield slug if seen[slug] == 0 else f"{slug}-{seen[slug]}"
-
-
-class Site:
-    def __init__(self, out):
-        self.out, self.pages = out, documents()
-        self.pictures, self.sources = {}, {}    # path: name in the site
-
-    def target(self, link, document):
-        """What a link of a document is in the site."""
-        path, _, anchor = link.partition("#")
-        if re.match(r"\w+:", link):
-            return link
-        file = os.path.relpath((ROOT / document).parent / path, ROOT) if path else document
-        if file in self.pages:
-            page = self.pages[file]
-            return f"{page}.html" + (f"#{page}-{anchor}" if anchor else "")
-        if file == "include/remat":
-            return "files.html"
-        if file.startswith("include/remat/"):
-            return Path(file).name.replace("_", "__").replace(".", "_8") + ".html"
-        self.sources[file] = "source-" + re.sub(r"[/.]", "-", file)
-        return self.sources[file] + ".html"
-
-    def prose(self, text, document):
-        """A stretch of Markdown without fenced code."""
-        def picture(match):
-            file = os.path.relpath((ROOT / document).parent / match[2], ROOT)
-            self.pictures[file] = "pictures/" + Path(file).name
-            return f'<img src="{self.pictures[file]}" alt="{match[1]}">'
-
-        text = re.sub(r"!\[([^\]]*)\]\(([^)\s]+)\)", picture, text)
-        text = re.sub(r"\]\(([^)\s]+)\)", lambda match: f"]({self.target(match[1], document)})", text)
-        # The bar of a table's cell needs a backslash, which Doxygen takes away outside of backticks only.
-        text = CODE.sub(lambda match: match[0] if "\\|" not in match[0] else f"<code>{match[0][1:-1]}</code>", text)
-        # Code at the edge of what is bold makes it two pairs of asterisks.
-        pieces = CODE.split(text)
-        bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", "\0".join(pieces[::2]), flags=re.S)
-        return "".join(piece + code for piece, code in zip(bold.split("\0"), pieces[1::2] + [""]))
-
-    def page(self, document):
-        text = (ROOT / document).read_text(encoding="utf-8")
-        name = self.pages[document]
-        pieces = FENCED.split(text)
-        anchors = slugs(re.findall(r"^#+ (.*)$", "".join(pieces[::2]), re.M))
-
-        def heading(match):
-            anchor = next(anchors)
-            if match[1] == "#":
-                contents = "\n\n[TOC]" if document.startswith("docs/") else ""
-                return f"# {match[2]} {{#{'mainpage' if name == 'index' else name}}}{contents}"
-            if name == "index":     # its headings would be in the tree beside the pages
-                return f'<h1 id="{name}-{anchor}">{match[2]}</h1>\n'
-            return f"{match[1]} {match[2]} {{#{name}-{anchor}}}"
-
-        for i in range(0, len(pieces), 2):
-            pieces[i] = re.sub(r"^(#+) (.*)$", heading, self.prose(pieces[i], document), flags=re.M)
-        for i in range(1, len(pieces), 2):
-            # What Doxygen has no colours for it would take for C++.
-            pieces[i] = re.sub(r"^```(?!cpp\n)\w*\n", "```{.unparsed}\n", pieces[i])
-        return "".join(pieces)
-
-    def listing(self, path):
-        """A page that shows a file of the tree, or the files of a folder with the sentence that each opens with."""
-        title = f"# {path} {{#{self.sources[path]}}}\n\n"
-        if (ROOT / path).is_file():
-            # Doxygen takes torch.nn in Python for the namespace, which has no page.
-            command = "include{lineno}" if Path(path).suffix in (".h", ".cpp") else "verbinclude"
-            return f"{title}\\{command} {path}\n"
-        rows = []
-        for file in sorted((ROOT / path).rglob("*")):
-            if file.suffix in (".h", ".cpp"):
-                opening = re.match(r"(?:#pragma once\n|#include .*\n)?((?://(?: .*)?\n)+)", file.read_text(encoding="utf-8"))
-                words = " ".join(line.removeprefix("//").strip() for line in opening[1].split("\n")) if opening else ""
-                sentence = re.match(r".*?[.](?=\s|$)|.*", words)[0]
-                for character, escaped in ("\\", "\\\\"), ("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("#", "\\#"), ("@", "\\@"):
-                    sentence = sentence.replace(character, escaped)
-                if sentence:    # the body of a header opens with that header
-                    rows.append(f"| `{file.relative_to(ROOT)}` | {sentence} |")
-        return title + "| file | |\n|---|---|\n" + "\n".join(rows) + "\n"
-
-    def layout(self):
-        """Doxygen's layout with a tree of the documents before the reference."""
-        titles = {page: (ROOT / document).read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ")
-                  for document, page in self.pages.items()}
-        def tabs(which):
-            return "".join(f'<tab type="user" url="{page}.html" title="{titles[page]}"/>'
-                           for document, page in self.pages.items() if which(document))
-        layout = subprocess.run(["doxygen", "-l", "/dev/stdout"], capture_output=True, text=True, check=True).stdout
-        mine = (tabs(lambda document: document.startswith("docs/")) + '<tab type="usergroup" url="[none]" title="The project">'
-                + tabs(lambda document: document in AROUND) + "</tab>"
-                '<tab type="usergroup" url="[none]" title="Reference">'
-                '<tab type="filelist" visible="yes" title="Headers"/>'
-                '<tab type="classlist" visible="yes" title="Classes and options"/>'
-                '<tab type="user" url="namespaceremat.html" title="Functions and types"/></tab>')
-        return re.sub(r"<navindex>.*</navindex>",
-                      f'<navindex><tab type="mainpage" visible="yes" title="{titles["index"]}"/>{mine}</navindex>',
-                      layout, flags=re.S)
-
-    def write(self):
-        shutil.rmtree(self.out, ignore_errors=True)
-        pages, html = self.out / "pages", self.out / "html"
-        (html / "pictures").mkdir(parents=True)
-        pages.mkdir()
-        for document, name in self.pages.items():
-            (pages / f"{name}.md").write_text(self.page(document), encoding="utf-8")
-        for path, name in list(self.sources.items()):
-            (pages / f"{name}.md").write_text(self.listing(path), encoding="utf-8")
-        (pages / "remat.dox").write_text("/// \\namespace remat\n/// All that a program may call or name.\n", encoding="utf-8")
-        for path, name in self.pictures.items():
-            shutil.copyfile(ROOT / path, html / name)
-        (self.out / "layout.xml").write_text(self.layout(), encoding="utf-8")
-        settings = {
-            "INPUT": f'"{pages}" "{ROOT}/include/remat"', "EXCLUDE": f'"{ROOT}/include/remat/export.h"',
-            "OUTPUT_DIRECTORY": f'"{self.out}"', "EXAMPLE_PATH": f'"{ROOT}"',
-            "STRIP_FROM_PATH": f'"{ROOT}/include"', "STRIP_FROM_INC_PATH": f'"{ROOT}/include"',
-            "USE_MDFILE_AS_MAINPAGE": f'"{pages}/index.md"',
-            "FILTER_PATTERNS": f'"*.h={sys.executable} {TOOLS}/build.py --header"', "LAYOUT_FILE": f'"{self.out}/layout.xml"',
-            "HTML_EXTRA_STYLESHEET": f'"{TOOLS}/style.css"', "PROJECT_NUMBER": version(),
-        }
-        text = (TOOLS / "Doxyfile").read_text(encoding="utf-8")
-        text += "".join(f"{name} = {value}\n" for name, value in settings.items())
-        (self.out / "Doxyfile").write_text(text, encoding="utf-8")
-
-
-def version():
-    return re.search(r'REMAT_VERSION "(.*)"', (ROOT / "include/remat/version.h").read_text(encoding="utf-8"))[1]
+def opening(file):
+    """The first sentence of the comment that opens a C++ source."""
+    found = re.match(r"(?:#pragma once\n|#include .*\n)?((?://.*\n)+)", (ROOT / file).read_text(encoding="utf-8"))
+    words = " ".join(line.removeprefix("//").strip() for line in found[1].splitlines()) if found else ""
+    return re.match(r".*?[.](?=\s|$)|.*", words)[0]
 
 
 def header(path):
@@ -177,33 +49,127 @@ def header(path):
 
     text = re.sub(r"^#pragma once\n((?://.*\n)+)", documented, Path(path).read_text(encoding="utf-8"))
     # A paragraph each, as they begin a line.
-    text = re.sub(r"^( */// )(Memory|Arguments|Threads|Throws|Cost|Not counted|Sources?|Examples?)(?=:| `)(:?)", r"\1<p><b>\2\3</b>", text, flags=re.M)
-    # Doxygen 1.9.4 links friends that it does not show. Those with a body are operators, which it does.
+    text = re.sub(rf"^( */// )({LABELS})(?=:| `)(:?)", r"\1<p><b>\2\3</b>", text, flags=re.M)
+    # Doxygen 1.9.4 shows friends. Those with a body are operators.
     return re.sub(r"^( *)friend [^;{=]*;$", r"\1//", text, flags=re.M)
 
 
+def write(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def tidy(xml):
+    """Leaves the parts of Doxygen's XML that a user may see. Members of namespaces become members of files, by full names."""
+    trees = {file: ET.parse(file) for file in xml.glob("*.xml")}
+    compounds = {each.get("id"): each for tree in trees.values() for each in tree.iter("compounddef")}
+    files = {each.find("location").get("file"): each for each in compounds.values() if each.get("kind") == "file"}
+
+    for compound in list(compounds.values()):
+        for parent in list(compound.iter()):
+            for each in list(parent):
+                is_private = each.get("prot") == "private" or each.get("kind", "").startswith("private-")
+                # Sphinx's parser of C++ does not know designated initializers.
+                is_designated = each.tag == "initializer" and "{." in "".join(each.itertext())
+                is_deleted = "=delete" in (each.findtext("argsstring") or "") and not "".join(each.find("detaileddescription").itertext()).strip()
+                if is_private or is_designated or is_deleted or each.tag == "innernamespace":
+                    parent.remove(each)
+        for member in compound.iter("memberdef"):
+            member.set("inline", "no")
+        if compound.get("kind") == "namespace":
+            for section in compound.findall("sectiondef"):
+                for member in section.findall("memberdef"):
+                    member.find("name").text = f"{compound.findtext('compoundname')}::{member.findtext('name')}"
+                    there = ET.SubElement(files[member.find("location").get("file")], "sectiondef", kind=section.get("kind"))
+                    there.append(member)
+    for file, tree in trees.items():
+        tree.write(file, encoding="utf-8", xml_declaration=True)
+
+
+def stage(source):
+    """Writes the pages of which Sphinx makes the site."""
+    for document, page in documents().items():
+        text = (ROOT / document).read_text(encoding="utf-8")
+        text = re.sub(r"\]\(((?:\.\./)?)README\.md", r"](\1index.md", text)
+        if page == "index":
+            text += "\n" + (TOOLS / "navigation.md").read_text(encoding="utf-8")
+        write(source / f"{page}.md", text)
+    for pattern in PICTURES:
+        for picture in ROOT.glob(pattern):
+            text, there = picture.read_text(encoding="utf-8"), source / picture.relative_to(ROOT)
+            # Readers choose light or dark on the page. A media query in a picture does not see that choice.
+            if DARK in text:
+                write(there.with_suffix(".dark.svg"), text.replace(DARK, "@media all"))
+            write(there, text.replace(DARK, "@media not all"))
+    headers = sorted(file.name for file in (ROOT / "include/remat").glob("*.h") if file.name != "export.h")
+    for name in headers:
+        title = f"remat/{name}"
+        write(source / f"include/remat/{name}.rst", f"{title}\n{'=' * len(title)}\n\n.. doxygenfile:: {name}\n")
+    rows = "".join(f"| [remat/{name}](remat/{name}.rst) | {opening(f'include/remat/{name}')} |\n" for name in headers)
+    pages = "".join(f"remat/{name}\n" for name in headers)
+    write(source / "include/remat.md", "# C++ reference\n\nThe public headers. `#include <remat/remat.h>` includes all that "
+          f"programs need.\n\n| header | |\n|---|---|\n{rows}\n```{{toctree}}\n:hidden:\n\n{pages}```\n")
+    for name, text in python_reference.pages().items():
+        write(source / f"python/{name}.md", text)
+
+
 def build(out):
-    """The folder with index.html; Doxygen's words if it failed."""
-    Site(out).write()
-    run = subprocess.run(["doxygen", str(out / "Doxyfile")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    return out / "html", run.stderr if run.returncode != 0 or run.stderr else ""
+    """Returns the folder with index.html, and the warnings of Doxygen or Sphinx."""
+    shutil.rmtree(out, ignore_errors=True)
+    try:
+        stage(out / "source")
+    except LookupError as error:
+        return out / "html", str(error)
+    write(out / "Doxyfile", (TOOLS / "Doxyfile").read_text(encoding="utf-8") + "".join(f"{name} = {value}\n" for name, value in {
+        "INPUT": f'"{ROOT}/include/remat"', "EXCLUDE": f'"{ROOT}/include/remat/export.h"', "OUTPUT_DIRECTORY": f'"{out}"',
+        "STRIP_FROM_PATH": f'"{ROOT}/include"', "FILTER_PATTERNS": f'"*.h={sys.executable} {TOOLS}/build.py --header"'}.items()))
+
+    def said_by(*command):
+        run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        return run.stderr or (f"{command[0]} ended with {run.returncode}" if run.returncode else "")
+
+    faults = said_by("doxygen", out / "Doxyfile")
+    if not faults:
+        tidy(out / "xml")
+        faults = said_by(PYTHON, "-B", "-m", "sphinx", "-q", "-W", "--keep-going", "-c", TOOLS, "-d", out / "doctrees",
+                         "-D", f"breathe_projects.remat={out}/xml", out / "source", out / "html")
+    return out / "html", faults
+
+
+def set_up():
+    """Installs Sphinx and the packages beside it, unless these versions are there."""
+    wanted = TOOLS / "requirements.txt"
+    if not INSTALLED.exists() or INSTALLED.read_bytes() != wanted.read_bytes():
+        print("\n== Fetching Sphinx with pip into .venv-docs (about 20 MB), which makes a site of the documents", file=sys.stderr, flush=True)
+        for command in ([sys.executable, "-m", "venv", "--clear", INSTALLED.parent],
+                        [PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", wanted]):
+            if subprocess.run(command, check=False).returncode:
+                sys.exit("Sphinx could not be installed.")
+        shutil.copyfile(wanted, INSTALLED)
+
+
+def missing():
+    """The programs without which there is no site."""
+    return [name for name, found in (("Doxygen", shutil.which("doxygen")), ("Sphinx", INSTALLED.exists())) if not found]
 
 
 def main(arguments):
     if len(arguments) == 2 and arguments[0] == "--header":
         print(header(arguments[1]), end="")
         return 0
+    if arguments[:1] == ["--set-up"]:
+        set_up()
+        arguments = arguments[1:]
+        if not arguments:
+            return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         sys.exit(__doc__)
-    if shutil.which("doxygen") is None:
-        print("There is no Doxygen here (Debian: apt-get install doxygen), so there is no site.")
+    if missing():
+        print(f"There is no {' and no '.join(missing())} here, so there is no site. `./dev docs` fetches both.")
         return SKIPPED
     html, faults = build(Path(arguments[0]).resolve())
-    if faults:
-        print(faults, file=sys.stderr)
-        return 1
-    print(f"{html}/index.html")
-    return 0
+    print(faults or f"{html}/index.html", file=sys.stderr if faults else sys.stdout)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
