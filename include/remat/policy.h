@@ -103,7 +103,7 @@ struct SelectiveOptions {
 /// function, which may be called on any thread that runs a region.
 class REMAT_API Policy {
  public:
-  Policy();
+  Policy() = default;
   Policy(PolicyFn fn, SelectiveOptions options = {});  ///< makes a policy that asks `fn`
   /// Makes a policy of a function that converts to a `PolicyFn`, with the default options.
   template <class F>

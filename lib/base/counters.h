@@ -12,7 +12,7 @@ struct LiveCounters {
   std::atomic<int64_t> offloads{0}, offload_fallbacks{0};
 };
 
-extern LiveCounters live_counters;
+inline constinit LiveCounters live_counters;
 
 inline void count(std::atomic<int64_t>& counter, int64_t by = 1) {
   counter.fetch_add(by, std::memory_order_relaxed);

@@ -12,8 +12,6 @@
 
 namespace remat {
 
-LiveCounters live_counters;
-
 Counters counters() {
   const auto now = [](const std::atomic<int64_t>& counter) {
     return counter.load(std::memory_order_relaxed);

@@ -267,7 +267,6 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
                                       options);
 }
 
-Policy::Policy() = default;
 Policy::Policy(PolicyFn fn, SelectiveOptions options)
     : rule_(fn ? std::make_shared<const PolicyRule>(std::move(fn), options) : nullptr) {}
 Policy::Policy(std::shared_ptr<const PolicyRule> rule) : rule_(std::move(rule)) {}
