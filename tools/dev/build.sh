@@ -7,10 +7,10 @@ have() { command -v "$1" >/dev/null 2>&1; }
 . tools/dev/tools.sh
 . tools/dev/torch.sh
 
-# One job per core, but a compilation that includes torch/torch.h takes up to 1.5 GB.
+# One job per core, but a compilation that includes torch/torch.h takes up to 1.5 GB, and one of several files of tests 2 GB.
 jobs=$(nproc)
 if [[ -r /proc/meminfo ]]; then
-  fit=$(awk '/MemAvailable/ { print int($2 / 1500000) }' /proc/meminfo)
+  fit=$(awk '/MemAvailable/ { print int($2 / 2000000) }' /proc/meminfo)
   if ((fit < jobs)); then jobs=$((fit > 1 ? fit : 1)); fi
 fi
 
