@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import unittest
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -37,6 +37,20 @@ class Table(torch.nn.Module):
             self.table[: len(x)] = torch.arange(1.0, len(x) + 1)
             self.filled = len(x)
         return (x * self.table[: len(x)].clone()).sin()
+
+
+# The collector runs after each test, and need not look at what was imported.
+gc.collect()
+gc.freeze()
+
+# `./dev test` sets it: tests that take long run a part of their cases; `./dev test --all` runs all of them.
+IS_SAMPLE = os.environ.get("REMAT_TEST_SAMPLE") == "1"
+whole = unittest.skipIf(IS_SAMPLE, "runs with ./dev test --all")
+
+
+def sampled(cases: Sequence[Any], number: int = 1) -> Sequence[Any]:
+    """The first cases where a sample is asked for, otherwise all."""
+    return cases[:number] if IS_SAMPLE else cases
 
 
 # Under sanitizers programs take several times longer: how many.

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 import remat
 from remat import _drop_in as drop_in
-from common import Case, CountedFunction, gradient, leaf, run_python, run_script
+from common import Case, CountedFunction, gradient, leaf, run_python, run_script, sampled, whole
 
 
 def operators(x: torch.Tensor) -> torch.Tensor:
@@ -408,7 +408,7 @@ class Installing(Case):
             with zipfile.ZipFile(zipped, "w") as archive:
                 archive.writestr("__main__.py", text)
             compiled = py_compile.compile(script, os.path.join(folder, "compiled.pyc"))
-            for way in ([script], ["-m", "program_here"], [zipped], [compiled]):
+            for way in sampled(([script], ["-m", "program_here"], [zipped], [compiled])):
                 with self.subTest(way=way), mock.patch.dict(os.environ, PYTHONPATH=folder):
                     found = run_python("-W", "ignore", "-m", "remat", *way, "argument")
                     self.assertEqual(found.returncode, 3, found.stdout)
@@ -423,6 +423,7 @@ class Installing(Case):
                     wanted = next(line for line in plain if line.startswith("__main__ "))
                     self.assertEqual(about, wanted.replace("False", "True"))
 
+    @whole
     def test_processes_that_a_program_spawns_run_with_it(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             script = os.path.join(folder, "program.py")

@@ -9,7 +9,7 @@ import unittest
 import torch
 
 import remat
-from common import Case, leaf, run_script
+from common import Case, leaf, run_script, whole
 
 # The program defines `f`, and perhaps `inputs`, of which the last is captured, and `values_of` a gradient. Natively a
 # second backward works.
@@ -106,6 +106,7 @@ class Modes(Case):
                 """)
         )
 
+    @whole
     def test_tensors_whose_class_answers_for_sizes_made_inside(self) -> None:
         self.check(
             WRAPPER
@@ -156,6 +157,7 @@ print("over")
 """)
         self.assertEqual((ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["over"]), ended.stdout)
 
+    @whole
     def test_jagged_tensors(self) -> None:
         self.check("""
             values_of = lambda gradient: gradient.values() if gradient.is_nested else gradient
@@ -164,6 +166,7 @@ print("over")
             f = lambda x: ((x @ w).sin() * x.shape[0]).sin() @ w
             """)
 
+    @whole
     def test_nested_tensors(self) -> None:
         self.check("""
             values_of = lambda gradient: torch.cat([each.flatten() for each in gradient.unbind()])
@@ -181,6 +184,7 @@ print("over")
                     return ((x @ inputs[1]).sin() @ inputs[1]).sin()
             """)
 
+    @whole
     def test_a_fake_mode_around(self) -> None:
         self.check("""
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -200,6 +204,7 @@ print("over")
                 return ((x @ w).sin() @ w).sin() * rows
             """)
 
+    @whole
     def test_functionalize_inside(self) -> None:
         self.check("""
             f = lambda x: torch.func.functionalize(lambda t: (t @ w).sin_().cos())(x).sin()
@@ -270,6 +275,7 @@ print("over")
                     return ((x @ w).sin() @ w).sin() @ w
             """)
 
+    @whole
     def test_operators_of_higher_order(self) -> None:
         self.check("""
             from torch._higher_order_ops.associative_scan import associative_scan
@@ -281,6 +287,7 @@ print("over")
                 return (z @ w).sin() * count
             """)
 
+    @whole
     def test_flex_attention(self) -> None:
         self.check("""
             from torch.nn.attention.flex_attention import flex_attention
@@ -291,12 +298,14 @@ print("over")
                 return ((x @ w).sin() @ w).sin() * attended.sum()
             """)
 
+    @whole
     def test_compiled_functions_inside(self) -> None:
         self.check("""
             compiled = torch.compile(lambda t: (t @ w).sin() @ w, backend="aot_eager")
             f = lambda x: compiled(x).sin() @ w
             """)
 
+    @whole
     def test_traces_inside(self) -> None:
         self.check("""
             from torch.fx.experimental.proxy_tensor import make_fx
@@ -305,6 +314,7 @@ print("over")
                 return traced(x @ w).sin() @ w
             """)
 
+    @whole
     def test_custom_operators_of_python(self) -> None:
         self.check("""
             @torch.library.custom_op("remat_test::twice_sin", mutates_args=())
@@ -318,6 +328,7 @@ print("over")
             f = lambda x: twice_sin(x @ w).sin() @ w
             """)
 
+    @whole
     def test_distributed_tensors(self) -> None:
         self.check("""
             import torch.distributed as dist

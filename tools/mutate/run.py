@@ -27,7 +27,7 @@ import library
 ROOT = library.ROOT
 REASONS = ROOT / 'tests' / 'mutants.txt'
 PROGRAMS = ('cases', 'device')
-# What `./dev test` runs besides, for what the cases do not notice.
+# What `./dev test --all` runs besides, for what the cases do not notice.
 RANDOM_PROGRAMS = (
     ('fuzz', '--seeds', '0:2000', '--first'),
     ('fuzz', '--selective', '--seeds', '30000:32000', '--first'),
