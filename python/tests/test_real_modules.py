@@ -272,6 +272,13 @@ def old_spectral() -> nn.Module:
     )
 
 
+def forget_normed(module: nn.Module) -> None:
+    """Drops the normed weights: they have a history, and a module that holds one keeps itself alive."""
+    for each in module.modules():
+        if hasattr(each, "weight_orig"):
+            each.weight = each.weight_orig.data
+
+
 def cross_batch() -> nn.Module:
     from pytorch_metric_learning.losses import ContrastiveLoss, CrossBatchMemory
 
@@ -411,7 +418,11 @@ PROGRAMS: dict[str, Program] = {
     "spectral norm": Program("torch", spectral),
     # A hook around the region assigns its weight: docs/from-python.md.
     "old spectral norm": Program(
-        "torch", old_spectral, error="CAPTURE_CHANGED", error_of=("apply to all",)
+        "torch",
+        old_spectral,
+        begin=forget_normed,
+        error="CAPTURE_CHANGED",
+        error_of=("apply to all",),
     ),
     # The loss inside writes to the queue that the region inside has as an argument: docs/errors.md.
     "cross-batch memory": Program(
