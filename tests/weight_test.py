@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
-    "code lines of lib, hooks and include": 31_474,
+    "code lines of lib, hooks and include": 31_497,
     "code lines of the Python package": 8_789,
     "code lines in the closure of lib/frame": 11_985,
     "classes with over 25 functions or 20 members": 15,

@@ -23,7 +23,7 @@ Mover* Runtime::mover_on(c10::Device device) const {
 void Runtime::add_source(Value& value) {
   if (value.place < 0 && has_movers() && mover_on(value.device) != nullptr &&
       is_memory_of_torch(*value.held.unsafeGetStorageImpl()))
-    put_into_pool(value);
+    pool_on(value.device).put(value);
 }
 
 Value* Runtime::source_to_move(const at::Tensor& saved, Dead& dead) {
@@ -41,7 +41,7 @@ Value* Runtime::source_to_move(const at::Tensor& saved, Dead& dead) {
 
 bool Runtime::can_move(Value& value, const Mover& mover) {
   if (value.num_locks > 0 || value.moved != nullptr || value.held.use_count() != 1) return false;
-  if (!std::exchange(value.is_counted, true)) pool_on(value.device).bytes += value.bytes;
+  pool_on(value.device).count(value);
   return !mover.is_stopped() && value.bytes >= std::max(mover.min_bytes(), min_bytes_) &&
          value.bytes > 0 && !value.has_changed() &&
          static_cast<int64_t>(value.held.nbytes()) == value.bytes;
@@ -75,23 +75,21 @@ void Runtime::settle_moves(Dead& dead) {
 std::shared_ptr<Moved> Runtime::copy_to_wait_for(Pool& pool, bool in_allocator) {
   if (!has_movers()) return nullptr;
   for (const Value* const value : moving_)
-    if (value->device == pool.device && value->moved->can_wait(in_allocator)) return value->moved;
-  const Mover* const mover = mover_on(pool.device);
-  if (mover == nullptr || !pool.device.is_cpu()) return nullptr;
-  for (Value* const value : pool.values)
+    if (value->device == pool.device() && value->moved->can_wait(in_allocator)) return value->moved;
+  const Mover* const mover = mover_on(pool.device());
+  if (mover == nullptr || !pool.device().is_cpu()) return nullptr;
+  for (Value* const value : pool.values())
     if (value->is_source() && can_move(*value, *mover)) return start_move(*value);
   return nullptr;
 }
 
 void Runtime::choose_moves(Pool& pool, const Mover& mover, int64_t most_ahead,
                            std::vector<std::shared_ptr<Moved>>& chosen) {
-  // A walk for each sixteenth of the pool: the work would grow with the square of its size.
-  constexpr std::size_t share_of_pool = 16;
-  if (pool.num_added * share_of_pool < pool.values.size()) return;
-  pool.num_added = 0;
+  // The work of a walk for each value would grow with the square of the pool's size.
+  if (!pool.has_grown()) return;
   int64_t ahead = 0;
   std::vector<std::pair<double, Value*>> found;
-  for (Value* const value : pool.values) {
+  for (Value* const value : pool.values()) {
     if (value->moved != nullptr)
       ahead += value->bytes;
     else if (can_move(*value, mover) && value->is_source())

@@ -104,7 +104,7 @@ struct Value {
   uint64_t hash = 0;               ///< hash of the dropped content; 0: not checked
   double last_use = 0;             ///< the runtime's clock at the latest use, for `Choice::Dtr`
   std::shared_ptr<Moved> moved{};  ///< the copy elsewhere; null: none was begun
-  // The latest result of Runtime::look_closely; negative: unknown.
+  // The latest result of look_closely; negative: unknown.
   float cost = -1;
   double first = -1;
 

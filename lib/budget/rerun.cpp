@@ -16,11 +16,11 @@
 
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
-#include "lib/budget/choices.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/settings.h"
 #include "lib/budget/storages.h"
+#include "lib/budget/trial.h"
 #include "lib/observe/recording.h"
 #include "lib/rng/device_rng.h"
 #include "lib/rng/draws.h"

@@ -1,15 +1,5 @@
 #pragma once
-// The budget of one thread: its pool of droppable values, the choice among them, and the report.
-//
-// Note [What is dropped first]
-// The value with the least score is dropped first. The score is the time to make the value again,
-// divided by its bytes and by the square root of its distance. The time includes the dropped values
-// that the rerun needs. The distance is the work until backward reads the value, or a dropped value
-// made of it. It is known, because backward reads in the reverse order of saving. Dynamic Tensor
-// Rematerialization divides by the time since the last use instead, and adds the cost of dropped
-// values made of the value: that recomputes 1.3 to 2.6 times more (measured). Exact scores are
-// computed only for the sixteen values with the least scores by the latest costs. A pool of more
-// than 1,024 values is walked once for many choices, among a list of its cheapest.
+// The budget of one thread: its bounds, the room for allocations, and the report.
 //
 // Note [Below the floor]
 // Operands of the running operator, and tensors that the program holds, cannot be dropped. If they
@@ -30,6 +20,7 @@
 #include <vector>
 
 #include "lib/budget/graph.h"
+#include "lib/budget/pool.h"
 #include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
 #include "remat/budget.h"
@@ -126,19 +117,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   double cursor = 0;  ///< [seconds] the clock at the save that is made or read now
 
  private:
-  /// The droppable values on one device.
-  struct Pool {
-    c10::Device device;
-    std::vector<Value*> values{};
-    // The cheapest values of a large pool at the latest walk, with null for those that have left.
-    std::vector<Value*> shortlist{};
-    std::size_t num_choices_left = 0;
-    std::size_t num_added = 0;  // since `choose_moves` has walked the pool
-    int64_t bytes = 0;          // of values that the budget can drop, or could when they came
-  };
-  static constexpr std::size_t num_pool_for_one = 64;
   Pool& pool_on(c10::Device device);
-  void put_into_pool(Value& value);
   Mover* mover_on(c10::Device device) const;
   /// Returns whether a copy of the value can begin.
   bool can_move(Value& value, const Mover& mover);
@@ -148,15 +127,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<Moved> copy_to_wait_for(Pool& pool, bool in_allocator);
   void choose_moves(Pool& pool, const Mover& mover, int64_t most_ahead,
                     std::vector<std::shared_ptr<Moved>>& chosen);
-  bool can_drop(const Value& value) const;
-  /// Returns the value with the least score; null if no value can be dropped.
-  Value* choose(Pool& pool);
-  Value* cheapest_of(c10::ArrayRef<Value*> values);
-  void make_shortlist(Pool& pool);
-  /// Returns the score by the latest costs; -1 if they are unknown.
-  double known_score(const Value& value) const;
-  double score_now(const Value& value) const;
-  void look_closely(Value& value);
   const BudgetOptions& options() const { return bounds_.back()->options; }
   int64_t most_bytes(c10::Device device) const;
   /// Returns the least limit that the guards asked for on the device.
