@@ -183,3 +183,18 @@ TEST_CASE("recorders show what a budget moves and reads back", "[recorder][budge
   CHECK_THAT(recorder.report().to_json(), contains("\"bytes_moved\": "));
   CHECK_THAT(recorder.to_html(), contains("moved"));
 }
+
+TEST_CASE("saved_tensors lists the same bytes within a budget as without", "[report][budget]") {
+  const Tensor x = leaf({100, 100}), weight = leaf({100, 100});
+  const auto loss = [&] { return x.mm(weight).tanh().mm(weight.t()).tanh().sum(); };
+  const auto held_bytes = [](const Tensor& root) {
+    int64_t bytes = 0;
+    for (const auto& each : remat::saved_tensors(root))
+      bytes += each.shares_storage ? 0 : each.bytes;
+    return bytes;
+  };
+  const int64_t plain = held_bytes(loss());
+  const BudgetGuard guard({.bytes = std::numeric_limits<int64_t>::max()});
+  CHECK(plain == 4 * value_bytes);
+  CHECK(held_bytes(loss()) == plain);
+}

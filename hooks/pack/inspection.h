@@ -17,6 +17,7 @@ struct HeldInfo {
   int64_t bytes = 0;
   std::string region{};
   bool dropped = false;
+  const void* owner = nullptr;  ///< what has the bytes, if several hooks may share it
 };
 
 /// While alive, hooks of this thread record a description of their tensor, and return an empty

@@ -53,8 +53,14 @@ HeldInfo Saved::describe() const {
                           : kept_.sizes().vec();
   info.dtype = has_value_ ? geometry_.dtype.toScalarType() : kept_.scalar_type();
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  info.dropped = has_value_ && !Graph::has_content(*save_.value);
-  if (has_value_ && !info.dropped) info.bytes = save_.value->bytes;
+  if (has_value_) {
+    info.dropped = !Graph::has_content(*save_.value);
+    info.bytes = save_.value->bytes;
+    info.owner = save_.value;
+  } else if (kept_.has_storage()) {
+    info.owner = storage_of(kept_);
+    info.bytes = static_cast<int64_t>(storage_of(kept_)->nbytes());
+  }
   return info;
 }
 

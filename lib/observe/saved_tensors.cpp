@@ -31,7 +31,7 @@ std::vector<seam::NodePtr> nodes_below(const at::Tensor& root) {
 
 std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
   std::vector<SavedTensorInfo> infos;
-  std::unordered_set<const c10::StorageImpl*> storages;
+  std::unordered_set<const void*> owners;
   for (const seam::NodePtr& node : nodes_below(root)) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
     const std::string name = node->name();
@@ -43,17 +43,20 @@ std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
           .node = name, .sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()};
       if (tensor.has_storage()) {
         info.bytes = static_cast<int64_t>(tensor.storage().nbytes());
-        info.shares_storage = !storages.insert(tensor.storage().unsafeGetStorageImpl()).second;
+        info.shares_storage = !owners.insert(tensor.storage().unsafeGetStorageImpl()).second;
       }
       infos.push_back(std::move(info));
     }
-    for (HeldInfo& held : inspection.found())
+    for (HeldInfo& held : inspection.found()) {
+      const bool is_shared = held.owner != nullptr && !owners.insert(held.owner).second;
       infos.push_back({.node = name,
                        .region = std::move(held.region),
                        .sizes = std::move(held.sizes),
                        .dtype = held.dtype,
                        .bytes = held.bytes,
+                       .shares_storage = is_shared,
                        .dropped = held.dropped});
+    }
     if (!saved.is_known) infos.push_back({.node = name + " (saves what it does not tell)"});
   }
   return infos;
