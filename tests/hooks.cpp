@@ -53,7 +53,7 @@ constexpr auto freed_message = "after they have already been freed";
 
 // ---- per tensor: LibTorch's own hooks keep working -------------------------------------------
 
-TEST_CASE("hooks registered on one saved tensor work beside the runtime", "[hooks][HKS-01]") {
+TEST_CASE("hooks registered on one saved tensor work beside the runtime", "[hooks]") {
   const Tensor start = leaf({5});
   const bool is_leaf = GENERATE(true, false);
   const Tensor a = is_leaf ? start : 1 + start;
@@ -90,7 +90,7 @@ TEST_CASE("hooks registered on one saved tensor work beside the runtime", "[hook
   }
 }
 
-TEST_CASE("hooks registered on a saved result give it back with its node", "[hooks][HKS-02]") {
+TEST_CASE("hooks registered on a saved result give it back with its node", "[hooks]") {
   const Tensor a = leaf({5});
   const Tensor y = a.exp();
   register_hooks(saved_of(y, &nodes::ExpBackward0::result_), identity, identity);
@@ -103,7 +103,7 @@ TEST_CASE("hooks registered on a saved result give it back with its node", "[hoo
 
 // ---- the guard -------------------------------------------------------------------------------
 
-TEST_CASE("a hooks guard sees every tensor that is saved in its scope", "[hooks][HKS-03]") {
+TEST_CASE("a hooks guard sees every tensor that is saved in its scope", "[hooks]") {
   const Tensor a = leaf({5});
   using Mul = nodes::MulBackward0;
   Calls packs, unpacks;
@@ -136,7 +136,7 @@ TEST_CASE("a hooks guard sees every tensor that is saved in its scope", "[hooks]
   CHECK(at::equal(grad_of(y, {a})[0], 2 * a));
 }
 
-TEST_CASE("a saved result goes through the hooks and keeps its node", "[hooks][HKS-04]") {
+TEST_CASE("a saved result goes through the hooks and keeps its node", "[hooks]") {
   const Tensor a = leaf({5});
   Tensor y;
   {
@@ -157,7 +157,7 @@ TEST_CASE("identity hooks on a saved result make no cycle", "[hooks][rule-13]") 
   }));
 }
 
-TEST_CASE("in nested guards the innermost pair is called", "[hooks][HKS-05]") {
+TEST_CASE("in nested guards the innermost pair is called", "[hooks]") {
   const Tensor a = leaf({5});
   Calls outer, inner;
   const SavedTensorHooksGuard outer_guard(counted(outer, identity), identity);
@@ -212,7 +212,7 @@ TEST_CASE("the functions live until the guard and the last packed tensor are gon
   CHECK(alive.count() == 0);
 }
 
-TEST_CASE("an exception of a hook keeps its type", "[hooks][rule-12][HKS-09]") {
+TEST_CASE("an exception of a hook keeps its type", "[hooks][rule-12]") {
   struct UserError : std::exception {
     const char* what() const noexcept override { return "user"; }
   };
@@ -233,7 +233,7 @@ TEST_CASE("an exception of a hook keeps its type", "[hooks][rule-12][HKS-09]") {
   CHECK(at::equal(a.grad(), a.detach().cos()));
 }
 
-TEST_CASE("a tensor is packed once at save and unpacked once in backward", "[hooks][HKS-11]") {
+TEST_CASE("a tensor is packed once at save and unpacked once in backward", "[hooks]") {
   const Tensor x = leaf({4}), y = at::randn({4});
   Calls packs, unpacks;
   Tensor z;
@@ -249,13 +249,13 @@ TEST_CASE("a tensor is packed once at save and unpacked once in backward", "[hoo
   CHECK(at::equal(x.grad(), y));
 }
 
-TEST_CASE("a pack function that changes its input is an error", "[hooks][HKS-13]") {
+TEST_CASE("a pack function that changes its input is an error", "[hooks]") {
   const Tensor a = 1 + leaf({5});
   const SavedTensorHooksGuard guard([](Tensor t) { return t.mul_(2); }, identity);
   CHECK_THROWS_WITH(a.sin(), contains(in_place_message));
 }
 
-TEST_CASE("tensors may wait in files", "[hooks][HKS-14]") {
+TEST_CASE("tensors may wait in files", "[hooks]") {
   const Tensor a = leaf({5});
   const std::filesystem::path folder =
       std::filesystem::temp_directory_path() /
@@ -360,7 +360,7 @@ TEST_CASE("hooks around backward are seen in backward inside backward, however d
 
 // ---- disabling -------------------------------------------------------------------------------
 
-TEST_CASE("inside a disable guard hooks and regions throw its message", "[hooks][HKS-07]") {
+TEST_CASE("inside a disable guard hooks and regions throw its message", "[hooks]") {
   const std::string message = "no hooks here, please";
   const Tensor a = leaf({5});
   const auto open_guard = [] { const SavedTensorHooksGuard guard(identity, identity); };
@@ -384,7 +384,7 @@ TEST_CASE("inside a disable guard hooks and regions throw its message", "[hooks]
   CHECK(packs.count() == 1);
 }
 
-TEST_CASE("of nested disable guards the innermost message is thrown", "[hooks][HKS-08]") {
+TEST_CASE("of nested disable guards the innermost message is thrown", "[hooks]") {
   const auto message = [] {
     try {
       const SavedTensorHooksGuard guard(identity, identity);
@@ -414,7 +414,7 @@ TEST_CASE("of nested disable guards the innermost message is thrown", "[hooks][H
 // ---- misuse ----------------------------------------------------------------------------------
 
 TEST_CASE("a guard that an unpack opens and leaves open keeps nothing of the first pair alive",
-          "[hooks][rule-12][LIF-07]") {
+          "[hooks][rule-12]") {
   const Alive first, stray_alive;
   std::unique_ptr<SavedTensorHooksGuard> stray;
   const Tensor a = leaf({5});
@@ -438,7 +438,7 @@ TEST_CASE("a guard that an unpack opens and leaves open keeps nothing of the fir
   CHECK_FALSE(hooks_are_active());
 }
 
-TEST_CASE("an unpack that destroys the caller's guard does not crash", "[hooks][rule-12][LIF-08]") {
+TEST_CASE("an unpack that destroys the caller's guard does not crash", "[hooks][rule-12]") {
   const Tensor a = leaf({5});
   for (int repeat = 0; repeat < 10; ++repeat) {
     Calls packs;
@@ -459,8 +459,7 @@ TEST_CASE("an unpack that destroys the caller's guard does not crash", "[hooks][
 
 // ---- saved tensors without hooks, and of Functions -------------------------------------------
 
-TEST_CASE("without hooks a saved tensor is the object itself until backward frees it",
-          "[hooks][HKS-17]") {
+TEST_CASE("without hooks a saved tensor is the object itself until backward frees it", "[hooks]") {
   const Tensor a = leaf({5});
   const Tensor y = a.sin(), z = a.exp();
   CHECK(read_saved(y, &nodes::SinBackward0::self_).is_same(a));
@@ -469,7 +468,7 @@ TEST_CASE("without hooks a saved tensor is the object itself until backward free
   CHECK_THROWS_WITH(read_saved(y, &nodes::SinBackward0::self_), contains(freed_message));
 }
 
-TEST_CASE("an unpacked result shares its version counter", "[hooks][HKS-18]") {
+TEST_CASE("an unpacked result shares its version counter", "[hooks]") {
   const Tensor a = leaf({5});
   const Tensor y = a.exp();
   const Tensor saved = read_saved_output(y, &nodes::ExpBackward0::result_);
@@ -482,8 +481,7 @@ TEST_CASE("an unpacked result shares its version counter", "[hooks][HKS-18]") {
   CHECK(y._version() == saved._version());
 }
 
-TEST_CASE("detaching a saved tensor in place is an error, plainly and in a region",
-          "[hooks][HKS-19]") {
+TEST_CASE("detaching a saved tensor in place is an error, plainly and in a region", "[hooks]") {
   const Tensor start = leaf({5});
   constexpr auto message = "Trying to use a saved tensor that has been detached";
   SECTION("plainly") {
@@ -541,7 +539,7 @@ struct SaveList : Function<SaveList> {
 
 }  // namespace
 
-TEST_CASE("undefined tensors are saved and read back as undefined", "[hooks][HKS-20][HKS-31]") {
+TEST_CASE("undefined tensors are saved and read back as undefined", "[hooks]") {
   const Tensor x = leaf({3});
   const bool in_region = GENERATE(false, true);
   const auto apply = [&](const std::string& pattern) {
@@ -564,7 +562,7 @@ TEST_CASE("undefined tensors are saved and read back as undefined", "[hooks][HKS
   read_back.clear();
 }
 
-TEST_CASE("undefined tensors are not packed", "[hooks][HKS-31]") {
+TEST_CASE("undefined tensors are not packed", "[hooks]") {
   const Tensor x = leaf({3});
   Calls packs;
   const SavedTensorHooksGuard guard(counted(packs, identity), identity);
@@ -573,7 +571,7 @@ TEST_CASE("undefined tensors are not packed", "[hooks][HKS-31]") {
   read_back.clear();
 }
 
-TEST_CASE("hooks cannot be registered on an undefined or freed saved tensor", "[hooks][HKS-21]") {
+TEST_CASE("hooks cannot be registered on an undefined or freed saved tensor", "[hooks]") {
   SavedVariable undefined{Tensor(), false};
   CHECK_THROWS_WITH(register_hooks(undefined, identity, identity), contains("None is forbidden"));
   const Tensor a = leaf({3});
@@ -583,8 +581,7 @@ TEST_CASE("hooks cannot be registered on an undefined or freed saved tensor", "[
                     contains("after it has been freed"));
 }
 
-TEST_CASE("a SavedVariable made under a guard packs once and unpacks at every read",
-          "[hooks][HKS-23]") {
+TEST_CASE("a SavedVariable made under a guard packs once and unpacks at every read", "[hooks]") {
   const Tensor a = leaf({3});
   Calls packs, unpacks;
   std::optional<SavedVariable> saved;
@@ -648,7 +645,7 @@ TEST_CASE("what a function saves by hand around a backward is what it saves agai
   CHECK(bit_equal(grad_of(y, {x})[0], grad_of((x.cos() * x.exp()).sin(), {x})[0]));
 }
 
-TEST_CASE("task ids are -1 outside backward and grow by one per backward", "[hooks][HKS-28]") {
+TEST_CASE("task ids are -1 outside backward and grow by one per backward", "[hooks]") {
   using torch::autograd::get_current_graph_task_id;
   std::vector<int> ids;
   const Tensor a = leaf({3});
@@ -699,7 +696,7 @@ struct CountedSin : Function<CountedSin> {
 
 }  // namespace
 
-TEST_CASE("a recompute builds a fresh graph of custom Functions", "[hooks][rule-3][HKS-30]") {
+TEST_CASE("a recompute builds a fresh graph of custom Functions", "[hooks][rule-3]") {
   const Tensor x = leaf({3});
   const auto fn = [](const Tensor& t) { return CountedSin::apply(CountedExp::apply(t)); };
   applications = 0;
@@ -710,8 +707,7 @@ TEST_CASE("a recompute builds a fresh graph of custom Functions", "[hooks][rule-
   require_bit_equal({x.grad()}, grad_of(x.exp().sin(), {x}));
 }
 
-TEST_CASE("a saved output of a multi-output node keeps its number after a recompute",
-          "[hooks][HKS-32]") {
+TEST_CASE("a saved output of a multi-output node keeps its number after a recompute", "[hooks]") {
   const Tensor x = leaf({2, 3});
   const Tensor y = checkpoint([](const Tensor& t) { return t.unbind()[1].sin(); }, x);
   const Tensor saved = read_saved(y, &nodes::SinBackward0::self_);
@@ -720,7 +716,7 @@ TEST_CASE("a saved output of a multi-output node keeps its number after a recomp
   CHECK(at::equal(saved, x[1]));
 }
 
-TEST_CASE("an inference tensor is refused as an argument", "[hooks][HKS-34]") {
+TEST_CASE("an inference tensor is refused as an argument", "[hooks]") {
   Tensor x;
   {
     const c10::InferenceMode inference;
@@ -734,8 +730,7 @@ TEST_CASE("an inference tensor is refused as an argument", "[hooks][HKS-34]") {
   CHECK_FALSE(hooks_are_active());
 }
 
-TEST_CASE("hooks around a region see its input and nothing from inside",
-          "[hooks][rule-16][SAC-39]") {
+TEST_CASE("hooks around a region see its input and nothing from inside", "[hooks][rule-16]") {
   const Tensor x = leaf({4, 6});
   std::vector<std::vector<int64_t>> packed;
   Calls unpacks;

@@ -146,7 +146,7 @@ remat::SaveOnDiskOptions all_in(const Folder& folder) {
 
 // ---- on the CPU ------------------------------------------------------------------------------
 
-TEST_CASE("tensors on the CPU pass SaveOnCpuGuard uncopied", "[hooks][offload][OFF-08]") {
+TEST_CASE("tensors on the CPU pass SaveOnCpuGuard uncopied", "[hooks][offload]") {
   const bool pin_memory = GENERATE(false, true);
   const auto f = [](const Tensor& x) {
     return checkpoint([](const Tensor& t) { return t.sin().pow(2); }, x).sin().pow(2);
@@ -169,7 +169,7 @@ TEST_CASE("tensors on the CPU pass SaveOnCpuGuard uncopied", "[hooks][offload][O
   CHECK(held_by(true) == plain);
 }
 
-TEST_CASE("tensors of min_bytes are moved, and smaller ones stay", "[hooks][offload][OFF-07]") {
+TEST_CASE("tensors of min_bytes are moved, and smaller ones stay", "[hooks][offload]") {
   const Folder folder;
   // Of (x + 1).sin(), beside its result: x + 1, which sin saves.
   const auto held = [](int64_t num_bytes, auto make_guard) {
@@ -201,7 +201,7 @@ TEST_CASE("tensors of min_bytes are moved, and smaller ones stay", "[hooks][offl
 }
 
 TEST_CASE("nested offload guards: the innermost packs, and the outer one is back after it",
-          "[hooks][offload][OFF-15]") {
+          "[hooks][offload]") {
   const Tensor x = leaf({8});
   Calls outer, inner;
   const auto counting = [](Calls& calls) {
@@ -231,7 +231,7 @@ TEST_CASE("nested offload guards: the innermost packs, and the outer one is back
 }
 
 TEST_CASE("float, double and sparse leaves come back under each guard as they were",
-          "[hooks][offload][SOC-02]") {
+          "[hooks][offload]") {
   using Mul = nodes::MulBackward0;
   with_each_guard([](auto make) {
     for (const auto dtype : {at::kFloat, at::kDouble})
@@ -259,7 +259,7 @@ TEST_CASE("float, double and sparse leaves come back under each guard as they we
 // ---- what comes back -------------------------------------------------------------------------
 
 TEST_CASE("whatever is saved comes back with dtype, sizes, strides, offset and bits",
-          "[hooks][offload][GUA-42]") {
+          "[hooks][offload]") {
   const Tensor base = at::randn({6, 8});
   const Tensor complex = at::randn({4, 4}, at::kComplexFloat);
   const Tensors all{
@@ -327,7 +327,7 @@ TEST_CASE("whatever is saved comes back with dtype, sizes, strides, offset and b
   });
 }
 
-TEST_CASE("parameters and views of leaves stay where they are", "[hooks][offload][GUA-42]") {
+TEST_CASE("parameters and views of leaves stay where they are", "[hooks][offload]") {
   const Tensor p = leaf({256, 256});
   with_each_guard([&](auto make) {
     for (const Tensor& t : {p, p.t(), p.view({-1}), p[3]}) {
@@ -648,7 +648,7 @@ TEST_CASE("a saved tensor whose storage was made smaller raises", "[hooks][offlo
   drop_ready_nodes();
 }
 
-TEST_CASE("a copy never holds what the kernel has yet to write", "[hooks][offload][GUA-05]") {
+TEST_CASE("a copy never holds what the kernel has yet to write", "[hooks][offload]") {
   const Tensor start = at::randn({64, 33}, at::kDouble);
   const bool in_place = GENERATE(false, true), next_inside = GENERATE(false, true);
   const Seed seed(3);
@@ -781,8 +781,7 @@ TEST_CASE("random programs with views, in-place operators and regions: right gra
 
 // ---- on disk ---------------------------------------------------------------------------------
 
-TEST_CASE("tensors wait in one unnamed private file that goes with the graph",
-          "[hooks][offload][HKS-14]") {
+TEST_CASE("tensors wait in one unnamed private file that goes with the graph", "[hooks][offload]") {
   using Mul = nodes::MulBackward0;
   const Folder folder;
   const Tensor x = leaf({64, 64});
@@ -1272,7 +1271,7 @@ TEST_CASE("several threads read the same moved tensors of a retained graph at on
   CHECK(wrong == 0);
 }
 
-TEST_CASE("offload_inputs changes nothing on the CPU", "[hooks][offload][GUA-42]") {
+TEST_CASE("offload_inputs changes nothing on the CPU", "[hooks][offload]") {
   const Tensor mask = at::randn({6}) > 0;
   const auto f = [](const Tensor& t, const Tensor& m) { return (t * m).sin().exp(); };
   require_same_grads(

@@ -83,7 +83,7 @@ bool is_a_region(const std::function<Tensor()>& call) {
 }  // namespace
 
 TEST_CASE("a Checkpointed has the names of the module it is, and its archives go both ways",
-          "[module][WRP-01][WRP-02]") {
+          "[module]") {
   const Seed seed;
   Checkpointed<CountingImpl> region(4);
   Counting plain(4);
@@ -259,7 +259,7 @@ TEST_CASE("the switch and the levels turn regions on and off", "[module]") {
 }
 
 TEST_CASE("a Checkpointed runs plainly without grad, in eval mode and where checkpoints are off",
-          "[module][GUA-38]") {
+          "[module]") {
   const Seed seed;
   const Tensor x = leaf({2, 4});
   Checkpointed<CountingImpl> training_only(4);
@@ -294,7 +294,7 @@ TORCH_MODULE(Nested);
 
 }  // namespace
 
-TEST_CASE("checkpointed layers in blocks give every weight and bias a grad", "[module][WRP-04]") {
+TEST_CASE("checkpointed layers in blocks give every weight and bias a grad", "[module]") {
   nn::Sequential blocks, plain;
   {
     const Seed seed;
@@ -327,7 +327,7 @@ TEST_CASE("checkpointed layers in blocks give every weight and bias a grad", "[m
   }
 }
 
-TEST_CASE("checkpointed blocks need the bytes of blocks called as regions", "[module][WRP-05]") {
+TEST_CASE("checkpointed blocks need the bytes of blocks called as regions", "[module]") {
   const Seed seed;
   struct BlockImpl : nn::SequentialImpl {
     BlockImpl() {
@@ -474,7 +474,7 @@ struct DropoutBlockImpl : nn::Cloneable<DropoutBlockImpl> {
 
 }  // namespace
 
-TEST_CASE("a recompute has the training flags that forward had", "[module][GUA-13]") {
+TEST_CASE("a recompute has the training flags that forward had", "[module]") {
   const Seed seed(3);
   const Tensor x = leaf({4, 8});
   Checkpointed<DropoutBlockImpl> block(ModuleOptions{.training_only = false});
@@ -504,8 +504,7 @@ TEST_CASE("a recompute has the training flags that forward had", "[module][GUA-1
   CHECK(bit_equal(gradient(true, true), plain));
 }
 
-TEST_CASE("two graphs of one module with other flags may be recomputed at once",
-          "[module][GUA-13]") {
+TEST_CASE("two graphs of one module with other flags may be recomputed at once", "[module]") {
   const Seed seed(4);
   const Tensor x = leaf({4, 8});
   Checkpointed<DropoutBlockImpl> block(ModuleOptions{.training_only = false});
@@ -562,7 +561,7 @@ struct AttentionBlockImpl : nn::Cloneable<AttentionBlockImpl> {
 }  // namespace
 
 TEST_CASE("ten Adam steps of a transformer of Checkpointed blocks have the plain losses",
-          "[module][WRP-18]") {
+          "[module]") {
   const Seed seed(0);
   enum class Mode { Plain, ByCall, ByModule };
   const auto train = [](Mode mode) {

@@ -223,7 +223,7 @@ void act(int64_t action, nn::Module& net, const std::function<Tensor(const Tenso
 }  // namespace
 
 TEST_CASE("after any mix of uses the buffers and their versions equal the plain run's",
-          "[module][GUA-12]") {
+          "[module]") {
   const Seed seed;
   for (const Placement& placement : placements()) {
     CAPTURE(placement.name);
@@ -329,8 +329,7 @@ TEST_CASE("SkipBatchNorm runs a module with a BatchNorm plainly, and says so onc
   c10::WarningUtils::set_warnAlways(false);
 }
 
-TEST_CASE("recomputes of one module in several threads do not mix its buffers",
-          "[module][GUA-12]") {
+TEST_CASE("recomputes of one module in several threads do not mix its buffers", "[module]") {
   const Seed seed;
   Checkpointed<EstimatedImpl> module;
   const Tensor x = leaf({4, 6});

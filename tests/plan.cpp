@@ -486,7 +486,7 @@ TEST_CASE("the peak of every plan that runs is the simulated one, to the byte", 
 }
 
 TEST_CASE("every plan of a transformer's frontier keeps its budget within 2 % and its gradients",
-          "[plan][GUA-40]") {
+          "[plan]") {
   const Transformer model(5);
   const Tensor ids = at::randint(kVocabulary, {4, kContext}, at::kLong);
   const std::vector<Stage> stages = model.stages();

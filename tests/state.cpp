@@ -79,7 +79,7 @@ struct FarGenerator final : c10::GeneratorImpl {
 }  // namespace
 
 TEST_CASE("a generator of the user's own draws what forward drew and stays where it was",
-          "[state][rule-11][GUA-14]") {
+          "[state][rule-11]") {
   const bool early_stop = GENERATE(true, false), is_registered = GENERATE(true, false);
   CAPTURE(early_stop, is_registered);
   const auto program = [&](bool drop, at::Generator own) {
@@ -103,7 +103,7 @@ TEST_CASE("a generator of the user's own draws what forward drew and stays where
 }
 
 TEST_CASE("a registered generator is preserved beside other threads that draw from it",
-          "[state][rule-11][GUA-26]") {
+          "[state][rule-11]") {
   const at::Generator own = at::detail::createCPUGenerator(5);
   const GeneratorGuard guard(own);
   const Tensor x = at::ones({64}).requires_grad_();
@@ -187,7 +187,7 @@ TEST_CASE("without preserve_rng_state a generator moves on", "[state][rule-11]")
 }
 
 TEST_CASE("a generator that is no CPU generator is set back and put forward again",
-          "[state][rule-11][GUA-15]") {
+          "[state][rule-11]") {
   auto impl = c10::make_intrusive<FarGenerator>();
   const at::Generator far(impl);
   const Tensor x = leaf({3});
@@ -210,7 +210,7 @@ TEST_CASE("a generator that is no CPU generator is set back and put forward agai
 }
 
 TEST_CASE("a provider's state is the forward's in each recompute and put back after it",
-          "[state][rule-11][GUA-09][GUA-14]") {
+          "[state][rule-11]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const auto program = [&](bool drop, const std::shared_ptr<Engine>& engine) {
@@ -232,7 +232,7 @@ TEST_CASE("a provider's state is the forward's in each recompute and put back af
   CHECK(plain->engine == ours->engine);
 }
 
-TEST_CASE("several forwards before one backward keep the state of each", "[state][GUA-09]") {
+TEST_CASE("several forwards before one backward keep the state of each", "[state]") {
   const auto number = std::make_shared<Number>();
   const Tensor x = leaf({2});
   const auto f = [&](const Tensor& t) { return (t * number->value).sin(); };
@@ -252,7 +252,7 @@ TEST_CASE("several forwards before one backward keep the state of each", "[state
 }
 
 TEST_CASE("a module that guards its own state is right inside a region of somebody else",
-          "[state][GUA-14]") {
+          "[state]") {
   const auto program = [](bool drop) {
     const auto engine = std::make_shared<Engine>();
     const at::Generator own = at::detail::createCPUGenerator(3);
@@ -521,7 +521,7 @@ TEST_CASE("a recompute that throws or stops puts the provider's state back",
   CHECK(number->value == 70);
 }
 
-TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA-26]") {
+TEST_CASE("recomputes in two threads take turns over one provider", "[state]") {
   const auto number = std::make_shared<Number>();
   std::vector<Tensor> leaves, outputs;
   {
@@ -553,7 +553,7 @@ TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA
 }
 
 TEST_CASE("a recompute inside another one takes its turn over a provider that a third has",
-          "[state][rule-6][GUA-26]") {
+          "[state][rule-6]") {
   const auto number = std::make_shared<Number>();
   std::atomic<bool> is_late = false, is_held = false, was_held = false;
   int both = 0;
@@ -600,7 +600,7 @@ TEST_CASE("a recompute inside another one takes its turn over a provider that a 
 }
 
 TEST_CASE("observers are told of every recompute, in pairs, also when it stops or throws",
-          "[state][GUA-11]") {
+          "[state]") {
   std::vector<std::string> log;
   const auto observer = [&](const std::string& name) {
     return remat::RecomputeObserver{
@@ -663,8 +663,7 @@ TEST_CASE("an observer that throws fails the recompute, and those told before ar
   CHECK(ended == 2);
 }
 
-TEST_CASE("parameters that an observer gathers and frees are there in the recompute",
-          "[state][GUA-11]") {
+TEST_CASE("parameters that an observer gathers and frees are there in the recompute", "[state]") {
   // As sharded training does it: the storage is emptied after each use.
   const Tensor w = leaf({100}), x = leaf({100});
   const Tensor values = w.detach().clone();

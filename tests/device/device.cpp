@@ -32,7 +32,7 @@ void require_same(const Tensor& actual, const Tensor& expected) {
 }  // namespace
 
 TEST_CASE("a region on a device draws what forward drew and leaves the generator where it was",
-          "[device][rule-11][RNG-02][GUA-15]") {
+          "[device][rule-11]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const Tensor values = at::randn({6});
@@ -104,7 +104,7 @@ TEST_CASE("with copies each recompute begins with the data of the call on a devi
   drop_ready_nodes();
 }
 
-TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG-10][DEV-02]") {
+TEST_CASE("tensors on two devices: both generators are preserved", "[device]") {
   const Tensor values = at::randn({4});
   const std::vector<Tensor> x{stand_in_leaf(values, 0), stand_in_leaf(values, 1)};
   std::vector<double> drawn;
@@ -131,8 +131,7 @@ TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG
   CHECK(stand_in::position(1) == at_1);
 }
 
-TEST_CASE("a device that is first used inside a region draws the same numbers again",
-          "[device][DEV-08][DEV-04]") {
+TEST_CASE("a device that is first used inside a region draws the same numbers again", "[device]") {
   const Tensor x = leaf({4});
   std::vector<double> drawn;
   stand_in::forget_use(1);
@@ -172,7 +171,7 @@ TEST_CASE("a region that would keep the random state of a device is not captured
 }
 
 TEST_CASE("a registered default generator of a device is put back where it was",
-          "[device][rule-11][GUA-15]") {
+          "[device][rule-11]") {
   const Tensor x = stand_in_leaf(at::randn({4}));
   Tensor y;
   {
@@ -244,7 +243,7 @@ TEST_CASE("a device's buffer of integers that does not change is kept once for a
   for (const Tensor& y : graphs) y.backward(at::ones_like(y));
 }
 
-TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {
+TEST_CASE("a number on the CPU combined with device tensors", "[device]") {
   const Tensor values = at::randn({4});
   const Tensor x = stand_in_leaf(values), s = leaf({});
   const Tensor near = leaf({4});
@@ -255,8 +254,7 @@ TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]"
   require_bit_equal({grads[1]}, {plain[1]});
 }
 
-TEST_CASE("scopes of the calling thread are seen on the device's backward thread",
-          "[device][THR-09]") {
+TEST_CASE("scopes of the calling thread are seen on the device's backward thread", "[device]") {
   const Tensor x = stand_in_leaf(at::randn({4}));
   std::thread::id ran_on;
   remat::PhaseInfo phase;
@@ -289,7 +287,7 @@ TEST_CASE("scopes of the calling thread are seen on the device's backward thread
   CHECK(phase.phase == remat::Phase::Recompute);
 }
 
-TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
+TEST_CASE("many threads of backward on two devices", "[device]") {
   std::vector<std::thread> threads;
   std::atomic<int> right{0};
   for (int i = 0; i < 4; ++i)
@@ -375,8 +373,7 @@ struct SinThatMeets : torch::autograd::Function<SinThatMeets> {
 
 }  // namespace
 
-TEST_CASE("two engine threads of one backward ask for one region together",
-          "[device][rule-7][GUA-26]") {
+TEST_CASE("two engine threads of one backward ask for one region together", "[device][rule-7]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const Tensor values = at::randn({6});
@@ -476,7 +473,7 @@ TEST_CASE("a function that switches streams: each reader waits for the stream of
   CHECK(std::count(second_log.begin(), second_log.end(), "use on 0") == 0);
 }
 
-TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15][OFF-17]") {
+TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]") {
   const Tensor values = at::randn({32, 32});
   const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x).exp(); };
   const Tensor plain = stand_in_leaf(values);
@@ -515,8 +512,7 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
   CHECK(moved.kernels == kept.kernels);
 }
 
-TEST_CASE("what a policy moves is copied before anybody can write to it",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("what a policy moves is copied before anybody can write to it", "[device][rule-15]") {
   // Copies run late here, and a write past the version counter is seen by nobody.
   const Tensor values = at::randn({32, 32});
   const auto f = [](const Tensor& x) {
@@ -533,7 +529,7 @@ TEST_CASE("what a policy moves is copied before anybody can write to it",
 }
 
 TEST_CASE("a result that waits on the CPU, and that the region writes to, is computed again",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   // What waits is as it was before the write, which the recompute has to repeat.
   const Tensor values = at::randn({8, 8});
   const auto f = [](const Tensor& x) { return x.mm(x).mul_(2).sin(); };
@@ -546,7 +542,7 @@ TEST_CASE("a result that waits on the CPU, and that the region writes to, is com
 }
 
 TEST_CASE("what was copied back and nobody read leaves the device when its backward ends",
-          "[device][OFF-14]") {
+          "[device]") {
   const Tensor x = stand_in_leaf(at::randn({64, 64}));
   Tensor middle, y;
   {
@@ -562,7 +558,7 @@ TEST_CASE("what was copied back and nobody read leaves the device when its backw
 }
 
 TEST_CASE("an offloaded argument without grad leaves the device with the program's last hold on it",
-          "[device][OFF-03]") {
+          "[device]") {
   const Tensor values = at::rand({32, 32}), x = stand_in_leaf(at::randn({32, 32}));
   const auto f = [](const Tensor& t, const Tensor& mask) { return (t * mask).sin(); };
   const Tensor plain = grad_of(f(x, values.to(stand_in::device())), {x})[0];
@@ -572,8 +568,7 @@ TEST_CASE("an offloaded argument without grad leaves the device with the program
   require_same(grad_of(y, {x})[0], plain);
 }
 
-TEST_CASE("a named value that waits on the CPU is no call of the region's",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("a named value that waits on the CPU is no call of the region's", "[device][rule-15]") {
   const Tensor values = at::randn({8, 8});
   // The function copies to and from the CPU as well: its calls are compared with forward's.
   const auto f = [](const Tensor& x) {
@@ -597,8 +592,7 @@ TEST_CASE("a named value that waits on the CPU is no call of the region's",
     }
 }
 
-TEST_CASE("what waits on the CPU comes back with its strides",
-          "[device][rule-15][OFF-11][OFF-12]") {
+TEST_CASE("what waits on the CPU comes back with its strides", "[device][rule-15]") {
   const Tensor values = at::randn({8, 8});
   // A view is no call's, so that it is kept itself.
   const auto f = [](const Tensor& t, Tensor (*view)(const Tensor&)) {
@@ -624,7 +618,7 @@ TEST_CASE("what waits on the CPU comes back with its strides",
   }
 }
 
-TEST_CASE("kept random operators of a device move its generator", "[device][rule-15][GUA-30]") {
+TEST_CASE("kept random operators of a device move its generator", "[device][rule-15]") {
   const Tensor values = at::randn({64});
   const auto f = [](const Tensor& t) {
     const Tensor kept = remat::save_region([](const Tensor& u) { return noisy(u); }, t.exp());

@@ -29,39 +29,37 @@ struct NoPinnedMemory {
 
 }  // namespace
 
-TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device][SOC-03]") {
+TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device]") {
   offload::device_bytes_are_those_without_grad(far_device, GENERATE(false, true));
 }
-TEST_CASE("tensors smaller than min_bytes stay on the device", "[device][OFF-07]") {
+TEST_CASE("tensors smaller than min_bytes stay on the device", "[device]") {
   offload::smaller_tensors_stay(far_device, GENERATE(false, true));
 }
-TEST_CASE("what three layers save waits on the CPU", "[device][OFF-01]") {
+TEST_CASE("what three layers save waits on the CPU", "[device]") {
   offload::what_three_layers_save_leaves_the_device(far_device, GENERATE(false, true));
 }
-TEST_CASE("a block with offloaded inputs holds less on the device", "[device][OFF-03]") {
+TEST_CASE("a block with offloaded inputs holds less on the device", "[device]") {
   offload::an_offloaded_block_holds_less(far_device);
 }
-TEST_CASE("regions with offloaded inputs and masks give plain gradients",
-          "[device][OFF-04][OFF-09][OFF-16]") {
+TEST_CASE("regions with offloaded inputs and masks give plain gradients", "[device]") {
   const auto [count, width, rows] =
       GENERATE(std::tuple(3, 10, 2), std::tuple(4, 16, 5), std::tuple(4, 256, 8));
   offload::offloaded_inputs_give_plain_gradients(far_device, count, width, rows);
 }
-TEST_CASE("a view of an unpacked tensor is intact two nodes later", "[device][OFF-05]") {
+TEST_CASE("a view of an unpacked tensor is intact two nodes later", "[device]") {
   offload::a_view_of_an_unpacked_tensor_lives(far_device, GENERATE(false, true));
 }
-TEST_CASE("a recomputed view of an offloaded input keeps its values", "[device][OFF-06]") {
+TEST_CASE("a recomputed view of an offloaded input keeps its values", "[device]") {
   offload::views_of_restored_inputs_keep_their_values(far_device);
 }
-TEST_CASE("views with offset or strides come back from the CPU exactly",
-          "[device][OFF-11][OFF-12]") {
+TEST_CASE("views with offset or strides come back from the CPU exactly", "[device]") {
   offload::views_come_back_exactly(far_device, GENERATE(false, true));
 }
-TEST_CASE("two backward calls read offloaded tensors", "[device][OFF-13]") {
+TEST_CASE("two backward calls read offloaded tensors", "[device]") {
   offload::a_second_backward_reads_again(far_device, GENERATE(false, true));
 }
 
-TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device][OFF-14]") {
+TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {5000});
   const auto step = [&](bool pin_memory) {
     const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
@@ -80,7 +78,7 @@ TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[
 }
 
 TEST_CASE("a small tensor does not take a page-locked buffer that a large one needs again",
-          "[device][OFF-14]") {
+          "[device]") {
   if (at::hasCUDA()) return;  // then it is CUDA's
   constexpr int64_t small = 300'000, large = 2'000'000;
   const auto saved = [](int64_t size) {
@@ -153,7 +151,7 @@ TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]"
   std::filesystem::remove(folder);
 }
 
-TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device][GUA-42]") {
+TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device]") {
   const Tensor p = offload::stand_in_leaf(far_device, {64, 64});
   for (const Tensor& t : {p, p.t(), p.view({-1})})
     CHECK(offload::through(t, true).data_ptr() == t.data_ptr());
@@ -226,8 +224,7 @@ TEST_CASE("what waits for its operator is copied after it on its stream", "[devi
   offload::require_same(grad_of(y, {x}), {at::full({3000}, 2.f).to(stand_in::device())});
 }
 
-TEST_CASE("kept results wait on the CPU if they go through the hooks around",
-          "[device][SAC-37][SAC-38]") {
+TEST_CASE("kept results wait on the CPU if they go through the hooks around", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {64, 64});
   const bool through_hooks = GENERATE(true, false);
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
@@ -425,7 +422,7 @@ TEST_CASE("inputs that are on their way to the CPU hold no more of the device th
   CHECK(forward(4) > 0);  // 80 MiB
 }
 
-TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OFF-14]") {
+TEST_CASE("a guard begins as many copies back ahead as it is told", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
@@ -451,7 +448,7 @@ TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OF
   CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
 }
 
-TEST_CASE("as many inputs of regions come back ahead as their options say", "[device][OFF-14]") {
+TEST_CASE("as many inputs of regions come back ahead as their options say", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const int64_t depth = GENERATE(0, 1, 2, 100);
@@ -475,7 +472,7 @@ TEST_CASE("as many inputs of regions come back ahead as their options say", "[de
   CHECK_THROWS_AS(checkpoint({.offload_prefetch_depth = -1}, region, x), c10::ValueError);
 }
 
-TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF-14]") {
+TEST_CASE("the last saves stay on the device, and are read there", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const Tensor plain = grad_of(sines(x + 1, 8), {x})[0];
@@ -617,7 +614,7 @@ TEST_CASE("memory of the host that is short is warned about once", "[device][fau
 }
 #endif
 
-TEST_CASE("copies from and to ordinary memory do not hold up the program", "[device][OFF-14]") {
+TEST_CASE("copies from and to ordinary memory do not hold up the program", "[device]") {
   if (at::hasCUDA()) return;  // then page-locked memory is CUDA's
   const bool has_chunks = GENERATE(true, false);
   CAPTURE(has_chunks);
@@ -643,7 +640,7 @@ TEST_CASE("copies from and to ordinary memory do not hold up the program", "[dev
 
 TEST_CASE(
     "copies through ordinary memory hold no more of the device than 64 MiB, or than asked for",
-    "[device][OFF-14]") {
+    "[device]") {
   if (at::hasCUDA()) return;
   const ShortPinnedMemory none(0);
   const int64_t max_bytes = GENERATE(int64_t{20} << 20, std::numeric_limits<int64_t>::max());
@@ -717,7 +714,7 @@ TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[devi
   CHECK(failed_back > 0);
 }
 
-TEST_CASE("the last chunk may be of one byte", "[device][OFF-14]") {
+TEST_CASE("the last chunk may be of one byte", "[device]") {
   if (at::hasCUDA()) return;
   const ShortPinnedMemory none(0);
   constexpr int64_t size = (int64_t{4} << 20) + 1;

@@ -89,7 +89,7 @@ void triple_past_dispatcher(const Tensor& t) {
 
 }  // namespace
 
-TEST_CASE("what a policy moves is copied beside the forward", "[device][rule-15][OFF-17]") {
+TEST_CASE("what a policy moves is copied beside the forward", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   int64_t queued = 0;
   const auto f = [&](const Tensor& t) {
@@ -104,7 +104,7 @@ TEST_CASE("what a policy moves is copied beside the forward", "[device][rule-15]
 
 TEST_CASE(
     "what a policy moved comes back ahead of the recompute that reads it, the next region's too",
-    "[device][rule-15][OFF-17]") {
+    "[device][rule-15]") {
   const Tensor values = at::randn({width, width}).div_(width);
   const auto depth = GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, int64_t{100});
   CAPTURE(depth);
@@ -136,7 +136,7 @@ TEST_CASE(
   require_same(grad_of(y, {x})[0], plain);
 }
 
-TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15][OFF-17]") {
+TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto held_at_begin = [&](int64_t depth) {
     int64_t held = 0;
@@ -155,7 +155,7 @@ TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15][OFF
 }
 
 TEST_CASE("the results that backward asks for first stay on the device, those of the last region",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const int64_t keep_last = GENERATE(0, 1, 2, 3, 4, 7, 9, 100);
   const int64_t depth = GENERATE(0, 2);
@@ -209,7 +209,7 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
 }
 
 TEST_CASE("what the program holds is none of the last, and moves when it is let go of",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   std::vector<Tensor> held;
   const auto f = [&](const Tensor& t) {
@@ -235,7 +235,7 @@ TEST_CASE("what the program holds is none of the last, and moves when it is let 
 }
 
 TEST_CASE("a result that stays and is written to after its region is noticed",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const bool allows = GENERATE(false, true);
   Tensor seen;
@@ -258,7 +258,7 @@ TEST_CASE("a result that stays and is written to after its region is noticed",
 }
 
 TEST_CASE("a result that stayed and cannot be moved later is an error where it has to move",
-          "[device][rule-15][OFF-17][faults]") {
+          "[device][rule-15][faults]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
   const Tensor plain = grad_of(f(f(x)), {x})[0];
@@ -291,8 +291,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
   CHECK(comes_to(before));
 }
 
-TEST_CASE("a forward that throws leaves nothing of what stayed",
-          "[device][rule-15][OFF-17][rule-12]") {
+TEST_CASE("a forward that throws leaves nothing of what stayed", "[device][rule-15][rule-12]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const remat::CheckpointOptions options{.policy = products(all({.keep_last = 2}))};
   const int64_t before = stand_in::live_bytes();
@@ -309,7 +308,7 @@ TEST_CASE("a forward that throws leaves nothing of what stayed",
 }
 
 TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   // As linear of a batch does with the product and the bias: through a tensor with a version of its
   // own.
   const Tensor x = far_leaf(at::randn({width, width}).div_(width)),
@@ -335,7 +334,7 @@ TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
 }
 
 TEST_CASE("what was brought back ahead and nobody read leaves the device with its backward",
-          "[device][rule-15][OFF-14]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const remat::CheckpointOptions options{.policy = products(all({.prefetch_depth = 8}))};
   const Tensor middle = checkpoint(options, three_products, x);
@@ -346,8 +345,7 @@ TEST_CASE("what was brought back ahead and nobody read leaves the device with it
   require_same(grad_of(y, {x})[0], grad_of(three_products(three_products(x)), {x})[0]);
 }
 
-TEST_CASE("copies of a policy hold no more of the device than asked for",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("copies of a policy hold no more of the device than asked for", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto waits = [&](int64_t max_bytes) {
     const int64_t before = stand_in::num_waits();
@@ -376,7 +374,7 @@ TEST_CASE("copies of a policy hold no more of the device than asked for",
 }
 
 TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of second order",
-          "[device][rule-15][OFF-13]") {
+          "[device][rule-15]") {
   const Tensor values = at::randn({width, width}).div_(width);
   const auto depth = GENERATE(int64_t{0}, int64_t{2});
   const auto max_bytes = GENERATE(int64_t{0}, int64_t{64 << 20});
@@ -456,7 +454,7 @@ TEST_CASE("two backwards at once read what one region moved", "[device][rule-15]
   for (const Tensor& each : found) require_bit_equal({each}, {expected});
 }
 
-TEST_CASE("by default a policy moves what is worth it", "[device][rule-15][OFF-07]") {
+TEST_CASE("by default a policy moves what is worth it", "[device][rule-15]") {
   const auto moved = [](int64_t side) {
     const Tensor x = far_leaf(at::randn({side, side}));
     const Recorder recorder;
@@ -470,7 +468,7 @@ TEST_CASE("by default a policy moves what is worth it", "[device][rule-15][OFF-0
   CHECK(moved(128) == 1);
 }
 
-TEST_CASE("policies that are joined move as the one says that moves", "[device][rule-15][OFF-07]") {
+TEST_CASE("policies that are joined move as the one says that moves", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp().tanh(); };
   for (const Policy& policy :
@@ -481,8 +479,7 @@ TEST_CASE("policies that are joined move as the one says that moves", "[device][
   }
 }
 
-TEST_CASE("a named parameter or argument that is there anyway is not moved",
-          "[device][rule-15][GUA-42]") {
+TEST_CASE("a named parameter or argument that is there anyway is not moved", "[device][rule-15]") {
   const Tensor w = far_leaf(at::randn({width, width})), x = far_leaf(at::randn({width, width}));
   const auto f = [&](const Tensor& t) {
     const Tensor named = remat::checkpoint_name(w.t(), "weight"),
@@ -517,7 +514,7 @@ TEST_CASE("a named argument of which the region has a copy is moved", "[device][
 }
 
 TEST_CASE("what the program still has is copied before what the device does after the region",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   Tensor seen;
   const auto f = [&](const Tensor& t) {
@@ -551,8 +548,7 @@ struct TripledProduct : torch::autograd::Function<TripledProduct> {
 
 }  // namespace
 
-TEST_CASE("a kernel of a Function's own may write to what a policy moves",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("a kernel of a Function's own may write to what a policy moves", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   const auto f = [](const Tensor& t) { return TripledProduct::apply(t).sin().exp(); };
   const Tensor y = checkpoint({.policy = products()}, f, x);
@@ -560,7 +556,7 @@ TEST_CASE("a kernel of a Function's own may write to what a policy moves",
 }
 
 TEST_CASE("a save_region that writes to what a policy moved is not overlooked",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   const auto f = [](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -643,7 +639,7 @@ TEST_CASE("a copy back that fails is made again, or by the next try", "[device][
 }
 
 TEST_CASE("a guard around a region moves its input, and its policy what it keeps, once each",
-          "[device][rule-15][OFF-15]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const bool through_hooks = GENERATE(false, true);
   const Tensor plain = grad_of(three_products(x * 1), {x})[0];
@@ -673,7 +669,7 @@ TEST_CASE("a guard around a region moves its input, and its policy what it keeps
 }
 
 TEST_CASE("a guard's copies hold no more of the device than asked for, and are counted",
-          "[device][OFF-14]") {
+          "[device]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const Tensor plain = grad_of(three_products(x), {x})[0];
   for (const int64_t max_bytes : {int64_t{0}, product, std::numeric_limits<int64_t>::max()}) {
@@ -708,7 +704,7 @@ remat::DeviceReport only_device(const remat::Report& report) {
 }  // namespace
 
 TEST_CASE("a policy in a region around moves beside the work, and back ahead of it",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto depth = GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, int64_t{100});
   CAPTURE(depth);
@@ -740,8 +736,7 @@ TEST_CASE("a policy in a region around moves beside the work, and back ahead of 
   }
 }
 
-TEST_CASE("the host waits for no copy of a policy in a region around",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("the host waits for no copy of a policy in a region around", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   std::vector<int64_t> queued;
   const auto f = [&](const Tensor& t) {
@@ -761,8 +756,7 @@ TEST_CASE("the host waits for no copy of a policy in a region around",
   require_same(gradient, grad_of(f(x), {x})[0]);
 }
 
-TEST_CASE("in a region around no more is brought back ahead than asked for",
-          "[device][rule-15][OFF-17]") {
+TEST_CASE("in a region around no more is brought back ahead than asked for", "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto held_at_last_call = [&](int64_t depth) {
     int64_t held = 0;
@@ -783,7 +777,7 @@ TEST_CASE("in a region around no more is brought back ahead than asked for",
 }
 
 TEST_CASE("hooks around get a moved result's bytes, and it comes back ahead unless they copy it",
-          "[device][rule-15][OFF-15]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const Tensor plain = grad_of(three_products(x * 1), {x})[0];
   const bool copies = GENERATE(false, true);
@@ -861,7 +855,7 @@ TEST_CASE("a region that compares contents compares those of what is moved insid
 }
 
 TEST_CASE("a save_region that writes to what is moved in a region around is not overlooked",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}));
   const auto f = [](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -882,7 +876,7 @@ TEST_CASE("a save_region that writes to what is moved in a region around is not 
 }
 
 TEST_CASE("what a region around does with a moved result afterwards changes nothing",
-          "[device][rule-15][OFF-17]") {
+          "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   const auto product_of = [](const Tensor& t) { return t.mm(t); };
   const auto plain = [&](const Tensor& t) { return product_of(t.sin()).add_(1).exp().sin(); };

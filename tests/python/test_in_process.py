@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""remat beside Python's own hooks and checkpoints in one process (Rule 16, GUA-43).
+"""remat beside Python's own hooks and checkpoints in one process (Rule 16).
 
 Every case runs twice: in a process that used remat before it imported torch, so that torch put its own engine over
 ours, and in one that imported torch first. Prints a line a case; the last line is `N passed, N failed`.

@@ -48,7 +48,7 @@ TEST_CASE("a tensor saved in nested regions belongs to the innermost one", "[rul
   CHECK(done.now().tensors_dropped == 5);
 }
 
-TEST_CASE("a region at depth d runs d + 1 times and recomputes once", "[rule-1][rule-2][GUA-44]") {
+TEST_CASE("a region at depth d runs d + 1 times and recomputes once", "[rule-1][rule-2]") {
   constexpr int depth = 6;
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);

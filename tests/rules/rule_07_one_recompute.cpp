@@ -81,7 +81,7 @@ TEST_CASE("one recompute serves all outputs that a backward starts from", "[rule
   CHECK(calls.count() == 2);
 }
 
-TEST_CASE("each backward recomputes each region of a chain once", "[rule-7][GUA-44]") {
+TEST_CASE("each backward recomputes each region of a chain once", "[rule-7]") {
   const Tensor x = leaf({2});
   std::vector<Calls> calls(10);
   Tensor y = x;
@@ -99,7 +99,7 @@ TEST_CASE("each backward recomputes each region of a chain once", "[rule-7][GUA-
 // ---- threads
 
 TEST_CASE("concurrent gradients over one retained region recompute once each, bit-equal",
-          "[rule-7][NEW-02]") {
+          "[rule-7]") {
   constexpr int threads = 4, times = 20;
   const Tensor x = leaf({16, 16});
   const std::unordered_map<std::string, Tensor> more{{"a", leaf({16, 16})}, {"b", leaf({16, 16})}};
@@ -122,8 +122,7 @@ TEST_CASE("concurrent gradients over one retained region recompute once each, bi
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
-TEST_CASE("concurrent gradients over nested regions recompute each once per backward",
-          "[rule-7][NEW-02]") {
+TEST_CASE("concurrent gradients over nested regions recompute each once per backward", "[rule-7]") {
   constexpr int threads = 4, times = 10;
   const Tensor x = leaf({8, 8});
   auto inner = [](const Tensor& t) { return t.sin().exp(); };
@@ -169,7 +168,7 @@ TEST_CASE("two backward passes over one region recompute it at the same time", "
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
-TEST_CASE("two regions recompute at the same time in different threads", "[rule-7][GUA-26]") {
+TEST_CASE("two regions recompute at the same time in different threads", "[rule-7]") {
   const Tensor x = leaf({50}), z = leaf({50});
   Meeting meeting(2);
   std::atomic<int> met{0};
@@ -212,7 +211,7 @@ TEST_CASE("a recompute may wait for another thread's backward over the same regi
   y = {};
 }
 
-TEST_CASE("a first run may wait for another thread's first run and recompute", "[rule-7][GUA-26]") {
+TEST_CASE("a first run may wait for another thread's first run and recompute", "[rule-7]") {
   // No lock is shared across the functions of regions that share no tensor.
   Meeting forward(2), recompute(2);
   std::atomic<int> met{0};
@@ -233,7 +232,7 @@ TEST_CASE("a first run may wait for another thread's first run and recompute", "
   for (size_t i = 0; i < 2; ++i) require_bit_equal(results[i], plain[i]);
 }
 
-TEST_CASE("two threads train two models that share no tensors", "[rule-7][GUA-26]") {
+TEST_CASE("two threads train two models that share no tensors", "[rule-7]") {
   constexpr int steps = 30;
   auto train = [](uint64_t seed, bool drop) {
     at::Tensor w = at::arange(64, at::kFloat).reshape({8, 8}).mul(0.01).add(0.001 * seed).sin();
@@ -262,7 +261,7 @@ TEST_CASE("two threads train two models that share no tensors", "[rule-7][GUA-26
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16][THR-01]") {
+TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16]") {
   const Tensor x = leaf({3});
   std::atomic<int> packs{0}, unpacks{0};
   const remat::SavedTensorHooksGuard hooks(
@@ -288,7 +287,7 @@ TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16][THR-01]") {
 }
 
 TEST_CASE("what worker threads of a region save is kept plainly, and the gradients are right",
-          "[rule-7][THR-02]") {
+          "[rule-7]") {
   constexpr int replicas = 4;
   constexpr int64_t side = 64;
   const Tensor w = leaf({side, side}), bias = leaf({side});
@@ -317,8 +316,7 @@ TEST_CASE("what worker threads of a region save is kept plainly, and the gradien
   CHECK(done.now().tensors_recomputed == 1);
 }
 
-TEST_CASE("ten threads run forward and backward of regions on their own leaves",
-          "[rule-7][THR-04]") {
+TEST_CASE("ten threads run forward and backward of regions on their own leaves", "[rule-7]") {
   constexpr int threads = 10;
   Tensors leaves;
   for (int i = 0; i < threads; ++i) leaves.push_back(leaf({6, 6}));
@@ -332,8 +330,7 @@ TEST_CASE("ten threads run forward and backward of regions on their own leaves",
   CHECK(done.now().recomputes == threads);
 }
 
-TEST_CASE("ten threads run forward and backward of regions on one shared leaf",
-          "[rule-7][THR-04]") {
+TEST_CASE("ten threads run forward and backward of regions on one shared leaf", "[rule-7]") {
   constexpr int threads = 10;
   const Tensor x = leaf({6, 6}, at::kDouble);
   auto f = [](const Tensor& t) { return t.mm(t).sin(); };

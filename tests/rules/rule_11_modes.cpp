@@ -77,7 +77,7 @@ Tensors grad_in_thread(const Tensor& y, const Tensors& inputs, GradOptions optio
 // ---- autocast
 
 TEST_CASE("a parameter that changed is noticed behind autocast's cast of its view",
-          "[rule-10][rule-11][GUA-01]") {
+          "[rule-10][rule-11]") {
   struct Use {
     const char* what;
     std::function<Tensor(const Tensor& x, const Tensor& w)> run;
@@ -178,7 +178,7 @@ TEST_CASE("autocast changed inside the region, its dtype and its cache flag are 
 }
 
 TEST_CASE("sibling regions that share a weight under autocast do not mismatch",
-          "[rule-11][rule-10][GUA-08]") {
+          "[rule-11][rule-10]") {
   const bool cache = GENERATE(true, false);
   const bool backward_inside = GENERATE(true, false);
   const bool early_stop = GENERATE(true, false);
@@ -206,7 +206,7 @@ TEST_CASE("sibling regions that share a weight under autocast do not mismatch",
   CHECK(done.now().recomputes == 6);
 }
 
-TEST_CASE("a weight changed between the passes raises under autocast too", "[rule-11][GUA-01]") {
+TEST_CASE("a weight changed between the passes raises under autocast too", "[rule-11]") {
   const bool cache = GENERATE(true, false);
   CAPTURE(cache);
   Tensor w = leaf({8, 8});
@@ -244,7 +244,7 @@ TEST_CASE("a recompute neither fills nor clears the caller's autocast cache", "[
 // ---- grad mode, inference mode, hooks
 
 TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward has set",
-          "[rule-11][GUA-07]") {
+          "[rule-11]") {
   const Tensor x = leaf({4});
   std::vector<Ambient> seen;
   auto f = [&](const Tensor& t) {
@@ -371,7 +371,7 @@ TEST_CASE("a recompute sees no vmap mode around backward", "[rule-11]") {
   }
 }
 
-TEST_CASE("in inference mode a region runs plainly", "[rule-11][NEW-10]") {
+TEST_CASE("in inference mode a region runs plainly", "[rule-11]") {
   const Tensor x = leaf({4});
   Counted done;
   Calls calls;
@@ -412,7 +412,7 @@ struct NotesState : torch::autograd::Function<NotesState> {
 };
 
 TEST_CASE("a recompute leaves hooks, grad mode and autocast of the backward's thread alone",
-          "[rule-11][NEW-05]") {
+          "[rule-11]") {
   const bool early_stop = GENERATE(true, false);
   const bool create_graph = GENERATE(true, false);
   const bool hooks_open = GENERATE(true, false);

@@ -34,7 +34,7 @@ void run_backward(Backward backward, const Tensor& y) {
 // ---- graphs die by reference count -------------------------------------------------------------
 
 TEST_CASE("the graph of any composition of regions and gradients is freed by reference count",
-          "[rule-13][LIF-01][NST-01]") {
+          "[rule-13]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const remat::EarlyStopGuard guard(early_stop);
@@ -75,7 +75,7 @@ TEST_CASE("the graph of any composition of regions and gradients is freed by ref
 }
 
 TEST_CASE("chains of a few and of many nodes inside one region are freed by reference count",
-          "[rule-13][LIF-20]") {
+          "[rule-13]") {
   const int length = GENERATE(3, 2000);
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(length, static_cast<int>(backward));
@@ -114,7 +114,7 @@ struct HoldsProbe final : torch::autograd::FunctionPostHook {
   Alive::Probe probe;
 };
 
-TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13][LIF-17]") {
+TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13]") {
   enum class Hook { None, OnTensor, OnNode };
   const bool custom = GENERATE(false, true);
   const Hook hook = GENERATE(Hook::None, Hook::OnTensor, Hook::OnNode);
@@ -145,7 +145,7 @@ TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13
   CHECK(bytes.held() == 0);
 }
 
-TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-13][LIF-10]") {
+TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-13]") {
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(static_cast<int>(backward));
   const Alive alive;
@@ -164,7 +164,7 @@ TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-1
   CHECK(hook_calls.count() == (backward == Backward::None ? 0 : 1));
 }
 
-TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13][LIF-15]") {
+TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13]") {
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(static_cast<int>(backward));
   LiveBytes bytes;
@@ -184,7 +184,7 @@ TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13][LIF-15]"
   CHECK(bytes.held() == 0);
 }
 
-TEST_CASE("a leaf is held until the last output of a region's node goes", "[rule-13][LIF-19]") {
+TEST_CASE("a leaf is held until the last output of a region's node goes", "[rule-13]") {
   const Tensor x = leaf({3, 4});
   const size_t before = x.use_count();
   Calls calls;

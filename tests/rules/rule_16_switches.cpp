@@ -33,8 +33,7 @@ TEST_CASE("where LibTorch's own switch has hooks disabled a region is refused be
   CHECK(calls.count() == 2);
 }
 
-TEST_CASE("a disable guard inside a region throws its message and changes nothing",
-          "[rule-16][HKS-07]") {
+TEST_CASE("a disable guard inside a region throws its message and changes nothing", "[rule-16]") {
   const Tensor x = leaf({3});
   Calls refusals;
   Counted done;
