@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 using remat::apply_checkpointing;
 using remat::Checkpointed;
@@ -633,11 +634,7 @@ TEST_CASE(
   require_bit_equal(buffers_after(1, true), expected);
   require_bit_equal(buffers_after(2, true), expected);
 
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-    std::vector<std::string> texts;
-  } warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  Warnings warnings;
   nn::Sequential net(Residual(2));
   require_checkpointing(*net, {.name = "0"}, {.buffers = remat::BufferPolicy::SkipBatchNorm});
   CHECK(frames_of([&] { return net->forward(leaf({2, 2, 6, 6})); }) == 0);

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "tests/support/autocast.h"
 #include "tests/support/device_stats.h"
 #include "tests/support/nn.h"
 
@@ -73,29 +74,6 @@ Tensors outcome(const std::function<Tensor()>& program, const Tensors& leaves) {
   all.push_back(state);
   return all;
 }
-
-/// Sets CUDA's autocast for a time.
-class Autocast {
- public:
-  explicit Autocast(at::ScalarType dtype)
-      : enabled_(at::autocast::is_autocast_enabled(at::kCUDA)),
-        dtype_(at::autocast::get_autocast_dtype(at::kCUDA)) {
-    at::autocast::set_autocast_enabled(at::kCUDA, true);
-    at::autocast::set_autocast_dtype(at::kCUDA, dtype);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCUDA, enabled_);
-    at::autocast::set_autocast_dtype(at::kCUDA, dtype_);
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  bool enabled_;
-  at::ScalarType dtype_;
-};
 
 /// What this thread's code does is queued on a stream of the pool while it lives.
 class OnOtherStream {
@@ -204,7 +182,7 @@ TEST_CASE("cuda: half precision casts of autocast are those of forward", "[cuda]
   const auto run = [&](bool drop) {
     Tensor y;
     {
-      const Autocast autocast(dtype);
+      const Autocast autocast({.device = at::kCUDA, .dtype = dtype});
       y = drop ? remat::checkpoint_sequential(stages, 2, x) : stages->forward(x);
     }
     CHECK(y.scalar_type() == dtype);

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "tests/support/active_hooks.h"
 #include "tests/support/saved_tensors.h"
 
 using remat::checkpoint;
@@ -38,12 +39,6 @@ class PerTensor : public torch::autograd::SavedVariableHooks {
 
 void register_hooks(SavedVariable& saved, PerTensor::Fn pack, PerTensor::Fn unpack) {
   saved.register_hooks(std::make_unique<PerTensor>(std::move(pack), std::move(unpack)));
-}
-
-// Whether autograd would call a hook of ours, or anyone's, here and now.
-bool hooks_are_active() {
-  return torch::autograd::Engine::get_default_engine().get_default_saved_variable_hooks() !=
-         nullptr;
 }
 
 constexpr auto in_place_message = "A saved tensor pack hook is modifying its input in place.";

@@ -23,6 +23,8 @@
 #include "remat/tiers.h"
 #include "tests/support/files.h"
 #include "tests/support/saved_tensors.h"
+#include "tests/support/sizes.h"
+#include "tests/support/warnings.h"
 
 namespace fs = std::filesystem;
 using remat::checkpoint;
@@ -35,8 +37,6 @@ using torch::autograd::SavedVariable;
 namespace {
 
 constexpr auto changed = "modified by an inplace operation";
-
-int64_t bytes_of(const Tensor& t) { return static_cast<int64_t>(t.nbytes()); }
 
 /// A place of a program's own. `is_late`: it copies as late as it may.
 class InMemory final : public remat::Place {
@@ -940,11 +940,7 @@ TEST_CASE("tiers keep what a file size limit refuses, and no signal comes of it"
 
 TEST_CASE("a disk that is full at the guard's end leaves the tensor in memory",
           "[hooks][offload]") {
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { text += warning.msg(); }
-    std::string text;
-  } warnings;
-  const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
+  Warnings warnings;
   const Folder folder;
   const Tensor x = leaf({4096});
   Tensor y;
@@ -953,7 +949,8 @@ TEST_CASE("a disk that is full at the guard's end leaves the tensor in memory",
     const SaveOnDiskGuard guard(all_in(folder));
     y = x * at::full({4096}, 2.f);
   }
-  CHECK_THAT(warnings.text, contains("a saved tensor stays in memory"));
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0], contains("a saved tensor stays in memory"));
   require_bit_equal(grad_of(y, {x}), {at::full({4096}, 2.f)});
 }
 

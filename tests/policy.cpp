@@ -5,7 +5,9 @@
 
 #include <string>
 
+#include "tests/support/policies.h"
 #include "tests/support/support.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::CheckpointError;
@@ -16,10 +18,6 @@ using remat::PolicyContext;
 using remat::SelectiveOptions;
 
 namespace {
-
-CheckpointOptions with(Policy policy, bool early_stop = true) {
-  return {.early_stop = early_stop, .policy = std::move(policy)};
-}
 
 /// Keeps what `names` lists by full name, and writes down every question.
 Policy asking(std::vector<std::string>& log, std::vector<std::string> names = {},
@@ -36,12 +34,6 @@ Policy asking(std::vector<std::string>& log, std::vector<std::string> names = {}
 }
 
 Tensor sum_sin_mm_cos(const Tensor& x, const Tensor& y) { return x.cos().mm(y).sin().sum(); }
-
-class Warnings : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-};
 
 }  // namespace
 
@@ -174,7 +166,6 @@ TEST_CASE("a name without overload means every overload", "[policy]") {
 
 TEST_CASE("an operator that consists of others is warned about", "[policy]") {
   Warnings warnings;
-  c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   remat::save_ops({"aten::linear"});
   REQUIRE(warnings.texts.size() == 1);
   CHECK(warnings.texts[0].find("aten::linear") != std::string::npos);
@@ -575,7 +566,6 @@ TEST_CASE("a noexcept function under a policy that keeps everything", "[policy]"
 
 TEST_CASE("a listed name that no value has is warned about once", "[policy]") {
   Warnings warnings;
-  c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   const Tensor x = leaf({3});
   const Policy policy = remat::save_names({"present", "absent"});
   for (int i = 0; i < 3; ++i)

@@ -5,6 +5,8 @@
 #include <thread>
 
 #include "tests/support/files.h"
+#include "tests/support/functions.h"
+#include "tests/support/reports.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -12,16 +14,6 @@ using remat::Recorder;
 using remat::RegionReport;
 
 namespace {
-
-Tensor two_sins(const Tensor& t) { return t.sin().sin(); }
-
-RegionReport region(const Recorder& recorder, const std::string& name) {
-  const auto report = recorder.report();
-  for (const RegionReport& each : report.regions)
-    if (each.name == name) return each;
-  FAIL("no region " << name);
-  return {};
-}
 
 std::filesystem::path in_temporary_folder(const std::string& name) {
   return std::filesystem::temp_directory_path() /

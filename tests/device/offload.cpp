@@ -13,7 +13,9 @@
 #include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/far_faults.h"
 #include "tests/support/files.h"
+#include "tests/support/functions.h"
 #include "tests/support/warnings.h"
 
 using remat::checkpoint;
@@ -21,11 +23,6 @@ using remat::checkpoint;
 namespace {
 
 const offload::Accelerator far_device{stand_in::device(), [] { return stand_in::live_bytes(); }};
-
-struct NoPinnedMemory {
-  NoPinnedMemory() { stand_in::set_has_pinned_memory(false); }
-  ~NoPinnedMemory() { stand_in::set_has_pinned_memory(true); }
-};
 
 }  // namespace
 
@@ -262,58 +259,6 @@ TEST_CASE("with skip_parameters off parameters move too, and still get their gra
 
 namespace {
 
-struct FailingGuardCopy {
-  explicit FailingGuardCopy(int64_t after) { stand_in::fail_copy_after(after); }
-  ~FailingGuardCopy() { stand_in::fail_copy_after(-1); }
-};
-
-/// No more page-locked memory than there is, and so many bytes.
-struct ShortPinnedMemory {
-  explicit ShortPinnedMemory(int64_t beyond) {
-    stand_in::set_total_pinned_bytes(stand_in::pinned_bytes() + beyond);
-  }
-  ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
-};
-
-/// Holds up copies that other threads make, until it is told to let them go.
-class HeldUpCopies {
- public:
-  HeldUpCopies() {
-    stand_in::set_before_copy([state = state_, here = std::this_thread::get_id()] {
-      if (std::this_thread::get_id() == here) return;
-      std::unique_lock<std::mutex> lock(state->mutex);
-      state->num_waiting += 1;
-      state->changed.notify_all();
-      state->changed.wait(lock, [&] { return state->is_open; });
-    });
-  }
-  ~HeldUpCopies() {
-    let_go();
-    stand_in::set_before_copy({});
-  }
-  HeldUpCopies& operator=(HeldUpCopies&&) = delete;
-  void let_go() {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->is_open = true;
-    state_->changed.notify_all();
-  }
-  /// Whether another thread comes to a copy.
-  bool holds_one() {
-    std::unique_lock<std::mutex> lock(state_->mutex);
-    return state_->changed.wait_for(lock, std::chrono::seconds(60),
-                                    [&] { return state_->num_waiting > 0; });
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool is_open = false;
-    int num_waiting = 0;
-  };
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
 /// Something for two page-locked chunks, whose size is the library's, and for nothing else.
 constexpr int64_t two_chunks = 2 * (4 << 20);
 constexpr int64_t large = 9'000'000;  // bytes of more than two chunks
@@ -340,11 +285,6 @@ int64_t count_of(const std::vector<std::string>& texts, const char* part) {
   return std::count_if(texts.begin(), texts.end(), [&](const std::string& each) {
     return each.find(part) != std::string::npos;
   });
-}
-
-Tensor sines(Tensor t, int count) {
-  for (int i = 0; i < count; ++i) t = t.sin();
-  return t;
 }
 
 }  // namespace
@@ -378,7 +318,7 @@ TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device
     Tensor y;
     try {
       const remat::testing::Warnings warnings;  // tiers leave it where it was
-      const FailingGuardCopy failing(n);
+      const FailingCopy failing(n);
       y = forward();
     } catch (const c10::Error& error) {
       ++failed_out;
@@ -389,7 +329,7 @@ TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device
       y = forward();
     }
     try {
-      const FailingGuardCopy failing(n);
+      const FailingCopy failing(n);
       require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain});
     } catch (const c10::Error& error) {
       ++failed_back;
@@ -680,7 +620,7 @@ TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[devi
   int failed_out = 0, failed_back = 0;
   const auto backward = [&](const Tensor& y, int64_t failing_copy) {
     try {
-      const FailingGuardCopy failing(failing_copy);
+      const FailingCopy failing(failing_copy);
       require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain.cpu()});
     } catch (const c10::Error& error) {
       ++failed_back;
@@ -694,7 +634,7 @@ TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[devi
     {
       const remat::testing::Warnings warnings;
       {
-        const FailingGuardCopy failing(n);
+        const FailingCopy failing(n);
         const remat::SaveOnCpuGuard guard(
             {.pin_memory = true, .prefetch_depth = n % 2 == 0 ? 0 : 2});
         y = sines(x + 1, 3);
@@ -854,7 +794,7 @@ TEST_CASE("a copy through chunks that fails is an error where it must be made an
     const auto forward = [&] {
       std::optional<BusyWithChunks> busy;
       if (!is_known) busy.emplace(x);
-      const FailingGuardCopy failing(is_known ? 0 : BusyWithChunks::num_copies);
+      const FailingCopy failing(is_known ? 0 : BusyWithChunks::num_copies);
       y = checkpoint(
           options,
           [&](const Tensor& t) {

@@ -12,7 +12,10 @@
 #include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/far_faults.h"
+#include "tests/support/far_tensors.h"
 #include "tests/support/files.h"
+#include "tests/support/reports.h"
 
 using remat::checkpoint;
 using remat::CheckpointPolicy;
@@ -24,15 +27,6 @@ using remat::SelectiveOptions;
 namespace {
 
 constexpr int64_t width = 16, product = width * width * 4;
-
-Tensor far_leaf(const Tensor& values) {
-  return values.detach().to(stand_in::device()).requires_grad_();
-}
-
-void require_same(const Tensor& actual, const Tensor& expected) {
-  REQUIRE(actual.device() == expected.device());
-  require_bit_equal({actual.cpu()}, {expected.cpu()});
-}
 
 /// However small.
 SelectiveOptions all(SelectiveOptions options = {}) {
@@ -58,28 +52,6 @@ Tensor three_products(const Tensor& t) {
   for (int i = 0; i < 3; ++i) h = h.mm(t).sin();
   return h.exp();
 }
-
-/// The device's thread lets go of the last things after a backward has returned.
-bool comes_to(int64_t bytes) {
-  for (int i = 0; i < 2000 && stand_in::live_bytes() != bytes; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return stand_in::live_bytes() == bytes;
-}
-
-RegionReport only_region(const remat::Report& report) {
-  REQUIRE(report.regions.size() == 1);
-  return report.regions.front();
-}
-
-struct FailingCopy {
-  explicit FailingCopy(int64_t after) { stand_in::fail_copy_after(after); }
-  ~FailingCopy() { stand_in::fail_copy_after(-1); }
-};
-
-struct SmallDevice {
-  explicit SmallDevice(int64_t bytes) { stand_in::set_total_bytes(bytes); }
-  ~SmallDevice() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
-};
 
 /// A kernel that no operator and no version tells of.
 void triple_past_dispatcher(const Tensor& t) {
@@ -694,15 +666,6 @@ TEST_CASE("a guard's copies hold no more of the device than asked for, and are c
   CHECK_THROWS_AS(remat::SaveOnCpuGuard({.max_bytes_in_flight = -1}), c10::ValueError);
 }
 
-namespace {
-
-remat::DeviceReport only_device(const remat::Report& report) {
-  REQUIRE(!report.devices.empty());
-  return report.devices.front();
-}
-
-}  // namespace
-
 TEST_CASE("a policy in a region around moves beside the work, and back ahead of it",
           "[device][rule-15]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
@@ -724,8 +687,8 @@ TEST_CASE("a policy in a region around moves beside the work, and back ahead of 
     CAPTURE(pass);
     require_same(grad_of(y, {x}, {.retain_graph = pass == 1})[0], plain);
     const remat::Report report = recorder.report();
-    CHECK(only_device(report).bytes_out == pass * 6 * product);
-    CHECK(only_device(report).bytes_in == pass * 6 * product);
+    CHECK(first_device(report).bytes_out == pass * 6 * product);
+    CHECK(first_device(report).bytes_in == pass * 6 * product);
     const auto found = std::find_if(report.regions.begin(), report.regions.end(),
                                     [](const RegionReport& each) { return each.name == "inner"; });
     REQUIRE(found != report.regions.end());

@@ -1,11 +1,9 @@
 // Rule 1: a saved tensor belongs to the innermost active frame, which keeps a slot and drops it.
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t side = 256;
-constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
 
 TEST_CASE("what a region saves is dropped, and only its result stays", "[rule-1]") {
   const Tensor x = leaf({side, side});

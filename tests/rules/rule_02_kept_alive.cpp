@@ -9,12 +9,10 @@
 #include <unordered_map>
 #include <variant>
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t side = 128;
-constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
 
 // ---- what an input keeps alive ----------------------------------------------------------------
 

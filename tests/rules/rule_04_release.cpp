@@ -1,12 +1,10 @@
 // Rule 4: a recomputed tensor is dropped when it is unpacked; what a backward did not use, at its
 // end.
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t side = 256;
-constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
 
 /// Runs a function in the backward between what was built after it and before it.
 struct InBackward : torch::autograd::Function<InBackward> {

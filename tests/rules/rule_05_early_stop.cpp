@@ -9,11 +9,10 @@
 
 #include <future>
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t large = 1000000;  // elements; below a few thousand a tail may run to its end
 
 // ---- where it stops ----------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 // Rule 5: a recompute never stops where an operator has yet to write what it saved, or would leak.
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr int64_t large = 1000000;  // elements; below a few thousand a tail may run to its end
 
 TEST_CASE("training rrelu at the end of a region gives plain gradients", "[rule-5]") {
   const bool early_stop = GENERATE(true, false);

@@ -4,24 +4,14 @@
 
 #include <future>
 
+#include "tests/support/functions.h"
+#include "tests/support/maps.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Map = std::function<Tensor(const Tensor&)>;
-
-Map c(Map f) {
-  return [f = std::move(f)](const Tensor& x) { return remat::checkpoint(f, x); };
-}
-/// d f(x) / d x as a differentiable map.
-Map grad(Map f) {
-  return [f = std::move(f)](const Tensor& x) {
-    return torch::autograd::grad({f(x).sum()}, {x}, {}, std::nullopt, /*create_graph=*/true)[0];
-  };
-}
-Tensor sin_exp_sin(const Tensor& x) { return x.sin().exp().sin(); }
 
 void require_close(const Tensor& actual, const Tensor& expected) {
   INFO("actual:\n" << actual << "\nexpected:\n" << expected);

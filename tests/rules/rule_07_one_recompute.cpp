@@ -5,6 +5,7 @@
 #include <mutex>
 #include <thread>
 
+#include "tests/support/meeting.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -28,23 +29,6 @@ void in_threads(int count, F f) {
   for (std::thread& thread : threads) thread.join();
   for (const std::string& error : errors) FAIL_CHECK("in a thread: " << error);
 }
-
-/// A place where `count` threads wait for each other; says whether all came in time.
-class Meeting {
- public:
-  explicit Meeting(int count) : count_(count) {}
-  bool meet() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (++arrived_ >= count_) all_here_.notify_all();
-    return all_here_.wait_for(lock, std::chrono::seconds(20), [&] { return arrived_ >= count_; });
-  }
-
- private:
-  const int count_;
-  int arrived_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-};
 
 // ---- one per frame and task -------------------------------------------------------------------
 
@@ -153,7 +137,7 @@ TEST_CASE("two backward passes over one region recompute it at the same time", "
   const auto [a, b] = remat::checkpoint(
       [&](const Tensor& t) {
         const Tensor h = t.sin();
-        if (remat::is_recomputing()) met += meeting.meet();
+        if (remat::is_recomputing()) met += meeting.wait();
         const Tensor first = h.exp();
         return std::pair(first, t.cos());
       },
@@ -174,7 +158,7 @@ TEST_CASE("two regions recompute at the same time in different threads", "[rule-
   std::atomic<int> met{0};
   auto f = [&](const Tensor& t) {
     const Tensor h = t.sin();
-    if (remat::is_recomputing()) met += meeting.meet();
+    if (remat::is_recomputing()) met += meeting.wait();
     return h.exp();
   };
   const Tensor a = remat::checkpoint(f, x), b = remat::checkpoint(f, z);
@@ -222,7 +206,7 @@ TEST_CASE("a first run may wait for another thread's first run and recompute", "
     const Tensor& x = leaves[static_cast<size_t>(i)];
     const Tensor y = remat::checkpoint(
         [&](const Tensor& t) {
-          met += (remat::is_recomputing() ? recompute : forward).meet();
+          met += (remat::is_recomputing() ? recompute : forward).wait();
           return t.cos().tanh();
         },
         x);

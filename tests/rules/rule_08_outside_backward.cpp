@@ -2,10 +2,9 @@
 // nothing.
 
 #include "tests/support/saved_tensors.h"
+#include "tests/support/sizes.h"
 
 namespace {
-
-constexpr int64_t side = 128;
 
 TEST_CASE("each read outside backward recomputes for itself and keeps nothing", "[rule-8]") {
   const Tensor x = leaf({side, side});

@@ -6,14 +6,13 @@
 
 #include <mutex>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-Tensor dropout(const Tensor& t, double p = 0.5) { return at::dropout(t, p, /*train=*/true); }
 
 TEST_CASE("a region draws the same dropout in its recompute", "[rule-11]") {
   auto first = [](const Tensor& t) { return dropout(t); };

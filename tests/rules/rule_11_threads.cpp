@@ -7,11 +7,10 @@
 #include <future>
 #include <thread>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 namespace {
-
-Tensor dropout(const Tensor& t, double p = 0.5) { return at::dropout(t, p, /*train=*/true); }
 
 TEST_CASE("draws of another thread during a recompute are noticed or undone, never used",
           "[rule-11]") {

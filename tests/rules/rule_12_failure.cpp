@@ -3,13 +3,10 @@
 
 #include <ATen/record_function.h>
 
+#include "tests/support/fault.h"
 #include "tests/support/support.h"
 
 namespace {
-
-struct Fault : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // ---- what user code throws
 

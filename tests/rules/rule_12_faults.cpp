@@ -2,16 +2,13 @@
 
 #include <torch/library.h>
 
+#include "tests/support/fault.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct Fault : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 /// Throws a Fault from the n-th operator call of this thread and of the backward passes it runs,
 /// above autograd and inside kernels alike.

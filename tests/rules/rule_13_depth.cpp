@@ -5,6 +5,7 @@
 
 #include <exception>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -72,12 +73,6 @@ void on_small_stack(F f) {
   REQUIRE(failure == 0);
   pthread_join(thread, nullptr);
   if (job.error) std::rethrow_exception(job.error);
-}
-
-enum class Backward { None, Once, Retained };
-
-void run_backward(Backward backward, const Tensor& y) {
-  if (backward != Backward::None) y.sum().backward({}, backward == Backward::Retained);
 }
 
 // ---- chains

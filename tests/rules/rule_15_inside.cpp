@@ -10,6 +10,7 @@
 #include <future>
 #include <string>
 
+#include "tests/support/policies.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -21,13 +22,6 @@ using remat::PolicyContext;
 using remat::SelectiveOptions;
 
 namespace {
-
-Policy everything(SelectiveOptions options = {}) {
-  return Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; }, options);
-}
-CheckpointOptions with(Policy policy, bool early_stop = true) {
-  return {.early_stop = early_stop, .policy = std::move(policy)};
-}
 
 /// A copy that reads the data past all operators.
 Tensor raw_copy(const Tensor& t) {

@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "tests/support/policies.h"
 #include "tests/support/saving_functions.h"
 #include "tests/support/support.h"
 #include "tests/support/warnings.h"
@@ -19,17 +20,6 @@ using remat::PolicyContext;
 using remat::SelectiveOptions;
 
 namespace {
-
-CheckpointOptions with(Policy policy, bool early_stop = true) {
-  return {.early_stop = early_stop, .policy = std::move(policy)};
-}
-CheckpointOptions saving(std::vector<std::string> ops, SelectiveOptions options = {},
-                         bool early_stop = true) {
-  return with(remat::save_ops(std::move(ops), options), early_stop);
-}
-Policy everything() {
-  return [](const PolicyContext&) { return CheckpointPolicy::MustSave; };
-}
 
 CheckpointError::Kind kind_of(const Tensor& y, const Tensors& inputs) {
   return error_of<CheckpointError>([&] { grad_of(y, inputs); }).kind();

@@ -4,13 +4,13 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include "tests/support/active_hooks.h"
 #include "tests/support/saved_tensors.h"
+#include "tests/support/sizes.h"
 
 namespace {
 
 using torch::autograd::Engine;
-
-constexpr int64_t large = 100000;  // elements; a stop is worth its throw
 
 // Counting hooks that double what they pack and halve it again: a tensor of their own, exact.
 struct Doubling {
@@ -20,10 +20,6 @@ struct Doubling {
             counted(unpacks, [](const Tensor& t) { return t / 2; })};
   }
 };
-
-bool hooks_are_active() {
-  return Engine::get_default_engine().get_default_saved_variable_hooks() != nullptr;
-}
 
 // ---- user hooks around and inside regions ------------------------------------------------------
 

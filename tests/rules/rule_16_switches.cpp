@@ -6,14 +6,13 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using at::SavedTensorDefaultHooks;
 using torch::autograd::Engine;
-
-constexpr int64_t large = 100000;  // elements; a stop is worth its throw
 
 // ---- switches ----------------------------------------------------------------------------------
 
