@@ -1,5 +1,5 @@
 #pragma once
-// Options of regions with a policy.
+// Options of regions with a policy, and the errors of such regions.
 
 #include <string>
 #include <utility>
@@ -22,6 +22,11 @@ inline CheckpointOptions saving(std::vector<std::string> ops, SelectiveOptions o
 /// A policy that keeps the result of every operator.
 inline Policy everything(SelectiveOptions options = {}) {
   return Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; }, options);
+}
+
+/// The kind of the error that a backward throws.
+inline CheckpointError::Kind kind_of(const Tensor& y, const Tensors& inputs) {
+  return error_of<CheckpointError>([&] { grad_of(y, inputs); }).kind();
 }
 
 }  // namespace remat::testing
