@@ -105,12 +105,6 @@ std::vector<std::string> names_of(const nn::Module& module) {
   return names;
 }
 
-int64_t frames_of(const std::function<Tensor()>& call) {
-  const Counted done;
-  const Tensor y = call();
-  return done.now().frames_created;
-}
-
 }  // namespace
 
 TEST_CASE("an element of a Sequential is a region when it is switched on, and none after",
@@ -261,19 +255,6 @@ TEST_CASE("ten training steps of somebody else's model are those without regions
 }
 
 namespace {
-
-/// Counts and draws besides its tensors; its second argument may be left out.
-struct ScaledImpl : nn::Module {
-  ScaledImpl() { register_module("linear", linear); }
-  Tensor forward(const Tensor& x, double scale = 2.0, std::optional<Tensor> shift = {}) {
-    const Tensor y = linear(x).exp() * scale;
-    return shift ? y * *shift : y;
-  }
-  nn::Linear linear{4, 4};
-
- protected:
-  FORWARD_HAS_DEFAULT_ARGS({1, nn::AnyValue(2.0)}, {2, nn::AnyValue(std::optional<Tensor>())})
-};
 
 struct Pair {
   Tensor first, second;

@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/support/counting_generator.h"
 #include "tests/support/support.h"
 #include "tests/support/warnings.h"
 
@@ -47,32 +48,6 @@ struct Number final : remat::StateProvider {
   void restore(const std::any& state) override {
     if (++restores == throw_at_restore) throw Refused("restore");
     value = std::any_cast<int>(state);
-  }
-};
-
-/// The generator of a device that this build does not have; counts numbers.
-struct FarGenerator final : c10::GeneratorImpl {
-  uint64_t position = 0;
-  FarGenerator() : GeneratorImpl(c10::Device(c10::kPrivateUse1, 0), c10::DispatchKeySet()) {}
-  double draw() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<double>(++position);
-  }
-  void set_current_seed(uint64_t) override {}
-  void set_offset(uint64_t offset) override { position = offset; }
-  uint64_t get_offset() const override { return position; }
-  uint64_t current_seed() const override { return 0; }
-  uint64_t seed() override { return 0; }
-  void set_state(const c10::TensorImpl& state) override {
-    position = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return at::scalar_tensor(static_cast<int64_t>(position), at::kLong).getIntrusivePtr();
-  }
-  FarGenerator* clone_impl() const override {
-    auto* copy = new FarGenerator;
-    copy->position = position;
-    return copy;
   }
 };
 
@@ -188,7 +163,7 @@ TEST_CASE("without preserve_rng_state a generator moves on", "[state][rule-11]")
 
 TEST_CASE("a generator that is no CPU generator is set back and put forward again",
           "[state][rule-11]") {
-  auto impl = c10::make_intrusive<FarGenerator>();
+  auto impl = c10::make_intrusive<CountingGenerator>(at::Device(at::kPrivateUse1, 0));
   const at::Generator far(impl);
   const Tensor x = leaf({3});
   const auto f = [impl](const Tensor& t) {
@@ -282,7 +257,7 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   // A backward inside the region makes it run again while forward waits. User code catches the
   // stop, so that the recompute runs on, past where forward is.
   at::Generator own = at::make_generator<at::CPUGeneratorImpl>(11);
-  at::Generator far = at::make_generator<FarGenerator>();
+  at::Generator far = at::make_generator<CountingGenerator>(at::Device(at::kPrivateUse1, 0));
   const auto number = std::make_shared<Number>();
   int runs = 0;
   std::vector<at::ThreadLocalState> threads;  // that a run began, say, and that have not ended
@@ -297,14 +272,14 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     const StateProviderGuard guard_number(number);
     own.set_current_seed(own.current_seed() + 1);
     const at::Tensor noise = at::rand({3}, own);
-    far.get<FarGenerator>()->draw();
+    far.get<CountingGenerator>()->draw();
     ++number->value;
     threads.emplace_back();
     return x.sin() * noise;
   };
   const auto reset = [&] {
     own.set_current_seed(3);
-    far.get<FarGenerator>()->position = 0;
+    far.get<CountingGenerator>()->position = 0;
     number->value = 0;
     runs = 0;
     threads.clear();
@@ -316,12 +291,12 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     const bool ran_on = runs > 1;
     CHECK(ran_on == is_region);
     CHECK(number->value == 1);
-    CHECK(far.get<FarGenerator>()->position == 1);
+    CHECK(far.get<CountingGenerator>()->position == 1);
     const at::Tensor state = own.get_state();
     const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}).front();
     CHECK(own.get_state().equal(state));
     CHECK(number->value == 1);
-    CHECK(far.get<FarGenerator>()->position == 1);
+    CHECK(far.get<CountingGenerator>()->position == 1);
     return std::pair(gradient, state);
   };
   const auto [plain, plain_state] = gradient(false);

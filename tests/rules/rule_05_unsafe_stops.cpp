@@ -1,5 +1,6 @@
 // Rule 5: a recompute never stops where an operator has yet to write what it saved, or would leak.
 
+#include "tests/support/saving_functions.h"
 #include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
@@ -110,18 +111,6 @@ TEST_CASE("in-place operators at the end of a region give plain gradients", "[ru
   });
 }
 
-/// Saves its own output.
-struct SavesOutput : torch::autograd::Function<SavesOutput> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    const Tensor y = at::exp(x);
-    ctx->save_for_backward({y});
-    return y;
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    return {grads[0] * ctx->get_saved_variables()[0]};
-  }
-};
-
 /// Saves its input, its output and a tensor of its own.
 struct SavesAll : torch::autograd::Function<SavesAll> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
@@ -169,7 +158,7 @@ struct SavesAfterGradient : torch::autograd::Function<SavesAfterGradient> {
 };
 
 TEMPLATE_TEST_CASE("a C++ Function that saves its own output does not leak when stopped",
-                   "[rule-5]", SavesOutput, SavesAll, SavesDirty, SavesAfterGradient) {
+                   "[rule-5]", SavesExp, SavesAll, SavesDirty, SavesAfterGradient) {
   const bool early_stop = GENERATE(true, false);
   const int where = GENERATE(0, 1, 2);
   CAPTURE(early_stop, where);

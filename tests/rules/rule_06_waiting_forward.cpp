@@ -4,6 +4,7 @@
 
 #include <future>
 
+#include "tests/support/saving_functions.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -69,26 +70,15 @@ TEST_CASE("a recompute for a backward inside runs nothing that comes after that 
 TEST_CASE(
     "a recompute for a saved tensor that forward reads runs nothing that comes after that read",
     "[rule-6][rule-5]") {
-  struct SavesOutput : torch::autograd::Function<SavesOutput> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-      const Tensor y = x.exp();
-      ctx->save_for_backward({y});
-      return y;
-    }
-    static variable_list backward(AutogradContext* ctx, variable_list grads) {
-      return {grads[0] * ctx->get_saved_variables()[0]};
-    }
-  };
   const bool by_function = GENERATE(false, true);
   const Tensor w = leaf({2});
   int late = 0;
   Tensor read;
   const auto f = [&](const Tensor& t) {
-    const Tensor y = by_function ? SavesOutput::apply(w) : w.exp();
+    const Tensor y = by_function ? SavesExp::apply(w) : w.exp();
     const auto node = y.grad_fn();
     if (by_function)
-      read =
-          dynamic_cast<torch::autograd::CppNode<SavesOutput>&>(*node).ctx_.get_saved_variables()[0];
+      read = dynamic_cast<torch::autograd::CppNode<SavesExp>&>(*node).ctx_.get_saved_variables()[0];
     else
       read = dynamic_cast<torch::autograd::generated::ExpBackward0&>(*node).result_.unpack(node);
     read = read.detach().clone();

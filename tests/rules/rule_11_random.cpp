@@ -6,6 +6,7 @@
 
 #include <mutex>
 
+#include "tests/support/counting_generator.h"
 #include "tests/support/functions.h"
 #include "tests/support/support.h"
 
@@ -270,28 +271,6 @@ TEST_CASE("a gradient inside a region that seeds a registered generator disturbs
   for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
   CHECK(at::equal(own.get_state(), end));
 }
-
-/// A generator on the CPU that is none of LibTorch's: it counts.
-struct CountingGenerator final : c10::GeneratorImpl {
-  int64_t position = 0;
-  CountingGenerator() : GeneratorImpl(c10::Device(c10::kCPU), c10::DispatchKeySet()) {}
-  void set_current_seed(uint64_t) override {}
-  void set_offset(uint64_t) override {}
-  uint64_t get_offset() const override { return 0; }
-  uint64_t current_seed() const override { return 0; }
-  uint64_t seed() override { return 0; }
-  void set_state(const c10::TensorImpl& state) override {
-    position = *static_cast<const int64_t*>(state.data());
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return at::scalar_tensor(position, at::kLong).getIntrusivePtr();
-  }
-  CountingGenerator* clone_impl() const override {
-    auto* copy = new CountingGenerator;
-    copy->position = position;
-    return copy;
-  }
-};
 
 /// While alive, `random_` knows this generator; LibTorch's kernel would take it for its own kind.
 class KnowsCountingGenerator {
