@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 using remat::apply_checkpointing;
 using remat::Checkpointed;
@@ -102,12 +103,6 @@ std::vector<std::string> names_of(const nn::Module& module) {
   for (const auto& item : module.named_modules("", /*include_self=*/false))
     names.push_back(item.key() + " " + item.value()->name());
   return names;
-}
-
-int64_t frames_of(const std::function<Tensor()>& call) {
-  const Counted done;
-  const Tensor y = call();
-  return done.now().frames_created;
 }
 
 }  // namespace
@@ -260,19 +255,6 @@ TEST_CASE("ten training steps of somebody else's model are those without regions
 }
 
 namespace {
-
-/// Counts and draws besides its tensors; its second argument may be left out.
-struct ScaledImpl : nn::Module {
-  ScaledImpl() { register_module("linear", linear); }
-  Tensor forward(const Tensor& x, double scale = 2.0, std::optional<Tensor> shift = {}) {
-    const Tensor y = linear(x).exp() * scale;
-    return shift ? y * *shift : y;
-  }
-  nn::Linear linear{4, 4};
-
- protected:
-  FORWARD_HAS_DEFAULT_ARGS({1, nn::AnyValue(2.0)}, {2, nn::AnyValue(std::optional<Tensor>())})
-};
 
 struct Pair {
   Tensor first, second;
@@ -633,11 +615,7 @@ TEST_CASE(
   require_bit_equal(buffers_after(1, true), expected);
   require_bit_equal(buffers_after(2, true), expected);
 
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-    std::vector<std::string> texts;
-  } warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  Warnings warnings;
   nn::Sequential net(Residual(2));
   require_checkpointing(*net, {.name = "0"}, {.buffers = remat::BufferPolicy::SkipBatchNorm});
   CHECK(frames_of([&] { return net->forward(leaf({2, 2, 6, 6})); }) == 0);

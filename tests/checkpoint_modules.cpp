@@ -69,7 +69,7 @@ TEST_CASE("holders, Sequential, AnyModule and shared pointers are functions of a
 }
 
 TEST_CASE("two thousand calls of one net in one backward have the plain grads",
-          "[checkpoint][modules][BEQ-02][BEQ-03][THR-10]") {
+          "[checkpoint][modules]") {
   const Seed seed(4);
   const bool data_requires_grad = GENERATE(true, false);
   nn::Sequential net(nn::Linear(10, 1000), nn::Functional(at::relu), nn::Linear(1000, 10));
@@ -89,7 +89,7 @@ TEST_CASE("two thousand calls of one net in one backward have the plain grads",
 }
 
 TEST_CASE("a checkpointed stack behind a plain layer has the plain parameter grads",
-          "[checkpoint][modules][BEQ-14]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   nn::Linear first(100, 100);
   nn::Sequential rest(nn::Functional(at::relu), nn::Linear(100, 100), nn::Functional(at::relu));
@@ -103,7 +103,7 @@ TEST_CASE("a checkpointed stack behind a plain layer has the plain parameter gra
 }
 
 TEST_CASE("a linear layer with a mask gives the plain outputs and grads for any result list",
-          "[checkpoint][modules][BEQ-26]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   nn::Linear linear(20, 20);
   const Parameters parameters = parameters_of(*linear);
@@ -146,7 +146,7 @@ TEST_CASE("a linear layer with a mask gives the plain outputs and grads for any 
 }
 
 TEST_CASE("a module with optional arguments and four outputs has the plain values and flags",
-          "[checkpoint][modules][KW-18][WRP-07]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   TwoOutputs module;
   const std::optional<Tensor> scale =
@@ -216,7 +216,7 @@ TORCH_MODULE(UNetLevel);
 }  // namespace
 
 TEST_CASE("a conv net of regions in eval mode under no grad opens no frame",
-          "[checkpoint][modules][BEQ-27]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   nn::Sequential first = conv_block(3, 4), second = conv_block(4, 4, 2);
   first->eval();
@@ -233,7 +233,7 @@ TEST_CASE("a conv net of regions in eval mode under no grad opens no frame",
 }
 
 TEST_CASE("a UNet with a region at every skip level equals the plain one",
-          "[checkpoint][modules][BEQ-28][BEQ-29]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   UNetLevel net(std::vector<int64_t>{2, 8, 16, 32}, 0);
   const Tensor x = leaf({2, 2, 32, 32});
@@ -266,7 +266,7 @@ TEST_CASE("a UNet with a region at every skip level equals the plain one",
 // ---- normalisation and training --------------------------------------------------------------
 
 TEST_CASE("running statistics of a BatchNorm outside the regions equal plain",
-          "[checkpoint][modules][BN-02]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   nn::Linear linear(4, 4);
   nn::BatchNorm1d norm(4), plain_norm(4);
@@ -279,7 +279,7 @@ TEST_CASE("running statistics of a BatchNorm outside the regions equal plain",
 }
 
 TEST_CASE("a BatchNorm in eval mode inside a region changes no statistics",
-          "[checkpoint][modules][BN-04]") {
+          "[checkpoint][modules]") {
   const Seed seed;
   nn::Sequential net(nn::Linear(4, 4), nn::BatchNorm1d(4), nn::Functional(at::relu));
   net->forward(at::randn({8, 4}));  // statistics that are not the initial ones
@@ -368,7 +368,7 @@ TEST_CASE("ten Adam steps of a small transformer have the plain loss at every st
 }
 
 TEST_CASE("training, an evaluation under no grad and more training equal plain",
-          "[checkpoint][modules][WRP-21]") {
+          "[checkpoint][modules]") {
   const Seed seed(0);
   std::vector<std::vector<float>> losses;
   for (const bool checkpointing : {false, true}) {

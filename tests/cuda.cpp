@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "tests/support/autocast.h"
 #include "tests/support/device_stats.h"
 #include "tests/support/nn.h"
 
@@ -74,29 +75,6 @@ Tensors outcome(const std::function<Tensor()>& program, const Tensors& leaves) {
   return all;
 }
 
-/// Sets CUDA's autocast for a time.
-class Autocast {
- public:
-  explicit Autocast(at::ScalarType dtype)
-      : enabled_(at::autocast::is_autocast_enabled(at::kCUDA)),
-        dtype_(at::autocast::get_autocast_dtype(at::kCUDA)) {
-    at::autocast::set_autocast_enabled(at::kCUDA, true);
-    at::autocast::set_autocast_dtype(at::kCUDA, dtype);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCUDA, enabled_);
-    at::autocast::set_autocast_dtype(at::kCUDA, dtype_);
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  bool enabled_;
-  at::ScalarType dtype_;
-};
-
 /// What this thread's code does is queued on a stream of the pool while it lives.
 class OnOtherStream {
  public:
@@ -143,7 +121,7 @@ int run_alone(const std::string& tag) {
 }  // namespace
 
 TEST_CASE("cuda: regions draw forward's dropout and leave the generator where it was",
-          "[cuda][rule-11][RNG-02]") {
+          "[cuda][rule-11]") {
   if (!has_cuda()) return;
   const bool early_stop = GENERATE(true, false);
   const remat::EarlyStopGuard guard(early_stop);
@@ -161,8 +139,7 @@ TEST_CASE("cuda: regions draw forward's dropout and leave the generator where it
                plain);
 }
 
-TEST_CASE("cuda: a stack of blocks equals plain and holds its inputs only",
-          "[cuda][BEQ-15][rule-4]") {
+TEST_CASE("cuda: a stack of blocks equals plain and holds its inputs only", "[cuda][rule-4]") {
   if (!has_cuda()) return;
   constexpr int64_t rows = 512, width = 256, layers = 6, one = rows * width * 4;
   Tensors weights;
@@ -196,8 +173,7 @@ TEST_CASE("cuda: a stack of blocks equals plain and holds its inputs only",
   CHECK(dropped.peak < plain.peak);
 }
 
-TEST_CASE("cuda: half precision casts of autocast are those of forward",
-          "[cuda][AMP-03][rule-11]") {
+TEST_CASE("cuda: half precision casts of autocast are those of forward", "[cuda][rule-11]") {
   if (!has_cuda()) return;
   const at::ScalarType dtype = GENERATE(at::kHalf, at::kBFloat16);
   nn::Sequential stages(nn::Linear(8, 8), nn::Linear(8, 8), nn::Linear(8, 8));
@@ -206,7 +182,7 @@ TEST_CASE("cuda: half precision casts of autocast are those of forward",
   const auto run = [&](bool drop) {
     Tensor y;
     {
-      const Autocast autocast(dtype);
+      const Autocast autocast({.device = at::kCUDA, .dtype = dtype});
       y = drop ? remat::checkpoint_sequential(stages, 2, x) : stages->forward(x);
     }
     CHECK(y.scalar_type() == dtype);
@@ -218,7 +194,7 @@ TEST_CASE("cuda: half precision casts of autocast are those of forward",
 }
 
 TEST_CASE("cuda: kept products stay on the device, go to the CPU, or through the hooks",
-          "[cuda][SAC-37][SAC-38][rule-15]") {
+          "[cuda][rule-15]") {
   if (!has_cuda()) return;
   const Tensor x = (randn_on({64, 64}) / 8).requires_grad_();
   const auto f = [](const Tensor& t) { return t.mm(t).sin().mm(t).exp(); };
@@ -243,7 +219,7 @@ TEST_CASE("cuda: kept products stay on the device, go to the CPU, or through the
   CHECK(held(remat::offload_ops({"aten::mm"}, {.min_offload_bytes = 0}), false) == 0);
 }
 
-TEST_CASE("cuda: kept random operators move the generator as they did", "[cuda][rule-15][GUA-30]") {
+TEST_CASE("cuda: kept random operators move the generator as they did", "[cuda][rule-15]") {
   if (!has_cuda()) return;
   const Tensor x = cuda_leaf({257});
   const auto f = [](const Tensor& t) {
@@ -258,8 +234,7 @@ TEST_CASE("cuda: kept random operators move the generator as they did", "[cuda][
   require_same(outcome([&] { return checkpoint({.policy = kept}, f, x); }, {x}), plain);
 }
 
-TEST_CASE("cuda: scopes of the calling thread are seen on the device's backward thread",
-          "[cuda][THR-09]") {
+TEST_CASE("cuda: scopes of the calling thread are seen on the device's backward thread", "[cuda]") {
   if (!has_cuda()) return;
   const Tensor x = cuda_leaf({4});
   std::thread::id ran_on;
@@ -293,7 +268,7 @@ TEST_CASE("cuda: scopes of the calling thread are seen on the device's backward 
 }
 
 TEST_CASE("cuda: inputs that the region moves to the device, and numbers of the CPU beside it",
-          "[cuda][DEV-04][DEV-06]") {
+          "[cuda]") {
   if (!has_cuda()) return;
   const Tensor x = leaf({65}), scale = leaf({});
   const auto f = [](const Tensor& t, const Tensor& s) {
@@ -322,12 +297,12 @@ TEST_CASE("cuda: first used inside a region, in this process", "[.][cuda-first-u
 }
 
 TEST_CASE("cuda: a device that is first used inside a region draws the same numbers again",
-          "[cuda][DEV-08]") {
+          "[cuda]") {
   if (!has_cuda()) return;
   CHECK(run_alone("[cuda-first-use]") == 0);
 }
 
-TEST_CASE("cuda: regions on side streams for a hundred steps", "[cuda][GUA-51][streams]") {
+TEST_CASE("cuda: regions on side streams for a hundred steps", "[cuda][streams]") {
   if (!has_cuda()) return;
   const bool switches_inside = GENERATE(false, true);
   const Tensor start = randn_on({256, 256}) / 16;
@@ -366,7 +341,7 @@ TEST_CASE("cuda: regions on side streams for a hundred steps", "[cuda][GUA-51][s
   require_same({run(true)}, {plain});
 }
 
-TEST_CASE("cuda: one region that two devices' threads reach", "[cuda][GUA-50][DEV-02][RNG-10]") {
+TEST_CASE("cuda: one region that two devices' threads reach", "[cuda]") {
   if (!has_cuda(2)) return;
   const Tensor x = cuda_leaf({65}, 0), y = cuda_leaf({65}, 1);
   const auto f = [](const std::vector<Tensor>& t) {
@@ -412,7 +387,7 @@ TEST_CASE("cuda: gradients of gradients, also inside regions", "[cuda][rule-6][r
   }
 }
 
-TEST_CASE("cuda: many threads run regions and backwards of one device", "[cuda][GUA-26]") {
+TEST_CASE("cuda: many threads run regions and backwards of one device", "[cuda]") {
   if (!has_cuda()) return;
   std::atomic<int> right{0};
   std::vector<std::thread> threads;

@@ -63,8 +63,7 @@ std::vector<std::string> frames_below(const std::string& text, const std::string
 
 }  // namespace
 
-TEST_CASE("fewer tensors in the recompute are an error with both counts",
-          "[error][rule-10][DET-01]") {
+TEST_CASE("fewer tensors in the recompute are an error with both counts", "[error][rule-10]") {
   const CheckpointError error = mismatch(save3, save2, {.name = "block 3"});
   CHECK(error.kind() == Kind::FewerTensors);
   CHECK_THAT(text_of(error), contains("A different number of tensors was saved during the original "
@@ -75,8 +74,7 @@ TEST_CASE("fewer tensors in the recompute are an error with both counts",
   CHECK_THAT(text_of(error), contains("block 3"));
 }
 
-TEST_CASE("more tensors in the recompute are an error when early stop is off",
-          "[error][rule-10][DET-02]") {
+TEST_CASE("more tensors in the recompute are an error when early stop is off", "[error][rule-10]") {
   const EarlyStopGuard guard(false);
   const CheckpointError error = mismatch(save2, save3);
   CHECK(error.kind() == Kind::MoreTensors);
@@ -99,7 +97,7 @@ TEST_CASE("more tensors after the last needed one are not seen with early stop",
 }
 
 TEST_CASE("another shape in the recompute is an error with position and both shapes",
-          "[error][rule-10][DET-04]") {
+          "[error][rule-10]") {
   const bool early_stop = GENERATE(true, false);
   const CheckpointError error = mismatch(save2, alt2, {.early_stop = early_stop});
   CHECK(error.kind() == Kind::MetadataMismatch);
@@ -135,7 +133,7 @@ TEST_CASE("every tensor that differs is listed", "[error][rule-10]") {
   CHECK(positions == std::vector<int64_t>{0, 1, 2});
 }
 
-TEST_CASE("debug adds the operators of both passes, in order", "[error][debug][DET-05][DBG-01]") {
+TEST_CASE("debug adds the operators of both passes, in order", "[error][debug]") {
   const CheckpointError error = mismatch(save2, alt2, {.debug = true});
   CHECK(error.kind() == Kind::MetadataMismatch);
   const std::string text = text_of(error);
@@ -159,8 +157,7 @@ TEST_CASE("debug adds the operators of both passes, in order", "[error][debug][D
   CHECK_THAT(error.mismatches()[0].recompute_op, contains("aten::mul"));
 }
 
-TEST_CASE("a debug guard turns debug on over the option; it is read at forward",
-          "[error][debug][DET-06][DBG-02]") {
+TEST_CASE("a debug guard turns debug on over the option; it is read at forward", "[error][debug]") {
   const Tensor a = leaf({1});
   Calls calls;
   Tensor y;
@@ -178,7 +175,7 @@ TEST_CASE("a debug guard turns debug on over the option; it is read at forward",
   CHECK_THAT(text_of(plain), !contains(debug_sentence));
 }
 
-TEST_CASE("a debug guard turns debug off over the option", "[error][debug][DET-07][DBG-03]") {
+TEST_CASE("a debug guard turns debug off over the option", "[error][debug]") {
   const DebugGuard guard(false);
   const CheckpointError error = mismatch(save2, alt2, {.debug = true});
   CHECK_THAT(text_of(error),
@@ -186,7 +183,7 @@ TEST_CASE("a debug guard turns debug off over the option", "[error][debug][DET-0
   CHECK_THAT(text_of(error), !contains(debug_sentence));
 }
 
-TEST_CASE("a debug guard without a value defers to the option", "[error][debug][DBG-04]") {
+TEST_CASE("a debug guard without a value defers to the option", "[error][debug]") {
   const bool debug = GENERATE(true, false);
   const DebugGuard outer(!debug);
   const DebugGuard guard(std::nullopt);
@@ -250,7 +247,7 @@ TEST_CASE("the stacks of forgotten operators are let go", "[error][debug]") {
   CHECK(held_by(8'000) < held + held / 2 + 10'000);
 }
 
-TEST_CASE("debug with a context_fn is refused", "[error][debug][DBG-04]") {
+TEST_CASE("debug with a context_fn is refused", "[error][debug]") {
   const Tensor a = leaf({1});
   Calls calls;
   const auto context_fn = [] { return remat::ContextPair{}; };
@@ -272,7 +269,7 @@ TEST_CASE("debug with a context_fn is refused", "[error][debug][DBG-04]") {
 }
 
 TEST_CASE("an exception of the function in the recompute keeps its type and text",
-          "[error][rule-12][DET-13]") {
+          "[error][rule-12]") {
   struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
   };
@@ -321,8 +318,7 @@ TEST_CASE("what is no std::exception arrives as itself from forward, wrapped fro
   CHECK(a.grad().defined());
 }
 
-TEST_CASE("the text names region, position and both descriptions in a few lines",
-          "[error][GUA-36]") {
+TEST_CASE("the text names region, position and both descriptions in a few lines", "[error]") {
   const bool debug = GENERATE(false, true);
   std::optional<StacksInDebug> stacks;
   if (debug && GENERATE(false, true)) stacks.emplace();

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 using remat::BufferPolicy;
 using remat::checkpoint;
@@ -223,7 +224,7 @@ void act(int64_t action, nn::Module& net, const std::function<Tensor(const Tenso
 }  // namespace
 
 TEST_CASE("after any mix of uses the buffers and their versions equal the plain run's",
-          "[module][GUA-12]") {
+          "[module]") {
   const Seed seed;
   for (const Placement& placement : placements()) {
     CAPTURE(placement.name);
@@ -263,11 +264,6 @@ TEST_CASE("a region that does not restore buffers updates statistics twice", "[m
 
 namespace {
 
-struct Warnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-};
-
 struct SyncBatchNormImpl : nn::Module {  // somebody's own
   Tensor forward(const Tensor& x) { return x.sin(); }
 };
@@ -289,7 +285,6 @@ TEST_CASE("SkipBatchNorm knows a batch norm of somebody's own by its name", "[mo
   };
   const ModuleOptions skip{.buffers = BufferPolicy::SkipBatchNorm};
   Warnings warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   CHECK(recomputes(Checkpointed<SyncBatchNormImpl>(skip)) == 0);
   CHECK(recomputes(Checkpointed<OwnBatchNorm1dImpl>(skip)) == 0);
   CHECK(recomputes(Checkpointed<OwnBatchNorm3dImpl>(skip)) == 0);
@@ -299,8 +294,6 @@ TEST_CASE("SkipBatchNorm knows a batch norm of somebody's own by its name", "[mo
 TEST_CASE("SkipBatchNorm runs a module with a BatchNorm plainly, and says so once", "[module]") {
   const Seed seed;
   Warnings warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
-  c10::WarningUtils::set_warnAlways(true);
   const ModuleOptions skip{.buffers = BufferPolicy::SkipBatchNorm};
   Checkpointed<NormsImpl> norms(skip);
   Checkpointed<HoldsOneImpl> holds_one(skip);
@@ -326,11 +319,9 @@ TEST_CASE("SkipBatchNorm runs a module with a BatchNorm plainly, and says so onc
   linear(x);
   CHECK(warnings.texts.size() == 2);
   CHECK(done.now().frames_created == 1);
-  c10::WarningUtils::set_warnAlways(false);
 }
 
-TEST_CASE("recomputes of one module in several threads do not mix its buffers",
-          "[module][GUA-12]") {
+TEST_CASE("recomputes of one module in several threads do not mix its buffers", "[module]") {
   const Seed seed;
   Checkpointed<EstimatedImpl> module;
   const Tensor x = leaf({4, 6});

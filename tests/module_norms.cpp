@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "tests/support/autocast.h"
 #include "tests/support/nn.h"
 #include "tests/support/warnings.h"
 
@@ -42,29 +43,11 @@ at::ScalarType dtype_of(Precision precision) {
                                           : at::kFloat;
 }
 
-/// As the scopes of the front ends do.
-class Autocast {
- public:
-  explicit Autocast(Precision precision)
-      : is_on_(precision == Precision::AutocastBFloat16 || precision == Precision::AutocastHalf) {
-    if (!is_on_) return;
-    at::autocast::set_autocast_dtype(
-        at::kCPU, precision == Precision::AutocastHalf ? at::kHalf : at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (!is_on_) return;
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    at::autocast::set_autocast_dtype(at::kCPU, before_);
-  }
-  Autocast& operator=(Autocast&&) = delete;
-
- private:
-  const bool is_on_;
-  const at::ScalarType before_ = at::autocast::get_autocast_dtype(at::kCPU);
-};
+AutocastOptions autocast_of(Precision precision) {
+  return {
+      .enabled = precision == Precision::AutocastBFloat16 || precision == Precision::AutocastHalf,
+      .dtype = precision == Precision::AutocastHalf ? at::kHalf : at::kBFloat16};
+}
 
 /// What two steps leave: gradients, parameters' gradients, buffers.
 template <class Module, class Call>
@@ -76,7 +59,7 @@ Tensors two_steps(Module& module, Precision precision, Call&& call) {
     module->zero_grad();
     Tensor y;
     {
-      const Autocast autocast(precision);
+      const Autocast autocast(autocast_of(precision));
       y = call(x);
     }
     (y.to(at::kFloat) * at::arange(60).reshape({3, 4, 5})).sum().backward();

@@ -77,8 +77,7 @@ TEST_CASE("the region keeps its own copy of the options", "[options]") {
   CHECK(tail.count() == 2);
 }
 
-TEST_CASE("without preserve_rng_state the recompute draws new numbers",
-          "[options][rule-11][RNG-03]") {
+TEST_CASE("without preserve_rng_state the recompute draws new numbers", "[options][rule-11]") {
   const Seed seed(1);
   const bool preserve = GENERATE(true, false);
   const Tensor x = leaf({64});
@@ -105,8 +104,7 @@ TEST_CASE("without preserve_rng_state the recompute draws new numbers",
   CHECK(two.grad().defined());
 }
 
-TEST_CASE("a determinism check sees what its level names and nothing finer",
-          "[options][rule-10][GUA-17]") {
+TEST_CASE("a determinism check sees what its level names and nothing finer", "[options][rule-10]") {
   const Tensor x = leaf({2, 3});
   const auto as_is = [](const Tensor& t) { return (t * 2).sin().exp(); };
   // Same shape, other strides: a transposed intermediate is saved by sin.
@@ -209,8 +207,7 @@ TEST_CASE("Values compares a tensor after the operator that saved it has filled 
       x);
 }
 
-TEST_CASE("a fingerprint is compared instead of the determinism check",
-          "[options][rule-10][GUA-17]") {
+TEST_CASE("a fingerprint is compared instead of the determinism check", "[options][rule-10]") {
   const Tensor x = leaf({2, 3});
   const auto as_is = [](const Tensor& t) { return (t * 2).sin().exp(); };
   const auto other_values = [](const Tensor& t) { return (t * 2.5).sin().exp(); };
@@ -377,8 +374,7 @@ TEST_CASE("strict_unpack makes a second read in one backward an error", "[option
                                       "unpacked once."));
 }
 
-TEST_CASE("debug costs the same in the last iteration as in the first",
-          "[options][debug][GUA-35]") {
+TEST_CASE("debug costs the same in the last iteration as in the first", "[options][debug]") {
   const Tensor x = leaf({8});
   const auto fn = [](const Tensor& t) { return t.sin().exp().cos(); };
   const auto thousand = [&] {

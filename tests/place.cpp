@@ -12,6 +12,8 @@
 
 #include "remat/binding.h"
 #include "tests/support/saved_tensors.h"
+#include "tests/support/sizes.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::SaveElsewhereGuard;
@@ -19,8 +21,6 @@ using remat::SaveElsewhereOptions;
 using torch::autograd::SavedVariable;
 
 namespace {
-
-int64_t bytes_of(const Tensor& t) { return static_cast<int64_t>(t.nbytes()); }
 
 /// What a place is to do, and what it was asked.
 struct Script {
@@ -289,11 +289,7 @@ TEST_CASE("what begin_store throws reaches the operator that saves, and loses no
 
 TEST_CASE("what begin_store throws at the guard's end is a warning, and the tensor stays",
           "[place]") {
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { text += warning.msg(); }
-    std::string text;
-  } warnings;
-  const c10::WarningUtils::WarningHandlerGuard handler(&warnings);
+  Warnings warnings;
   const auto script = std::make_shared<Script>();
   const bool is_exception = GENERATE(true, false);
   script->on_begin_store = [=](int, const Tensor&) -> bool {
@@ -306,8 +302,9 @@ TEST_CASE("what begin_store throws at the guard's end is a warning, and the tens
     const auto guard = guard_of(script);
     y = x * at::full({32}, 2.f);  // the factor waits until its operator is over
   }
-  CHECK_THAT(warnings.text, contains("a saved tensor stays in memory"));
-  CHECK_THAT(warnings.text, contains(is_exception ? "no room" : "is not a std::exception"));
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0], contains("a saved tensor stays in memory"));
+  CHECK_THAT(warnings.texts[0], contains(is_exception ? "no room" : "is not a std::exception"));
   require_bit_equal(grad_of(y, {x}), {at::full({32}, 2.f)});
 }
 

@@ -9,6 +9,7 @@
 #include "remat/fit.h"
 #include "tests/plan_chains.h"
 #include "tests/plan_vectors.h"
+#include "tests/support/executed_plans.h"
 #include "tests/support/nn.h"
 
 namespace {
@@ -49,10 +50,6 @@ class CountedChain {
   std::vector<int64_t> calls_;
   std::vector<Stage> functions_;
 };
-
-std::string error_of_parse(std::string_view text) {
-  return text_of(error_of<c10::ValueError>([&] { static_cast<void>(Plan::parse(text)); }));
-}
 
 constexpr int64_t kElements = 20'000;  // enough for a stop to be worth its throw
 constexpr int64_t kBytes = kElements * static_cast<int64_t>(sizeof(float));
@@ -113,20 +110,6 @@ struct Transformer {
   torch::nn::Linear head{nullptr};
   Tensors parameters;
 };
-
-struct Executed {
-  int64_t peak_bytes = 0;
-  Tensor gradient;
-};
-
-/// Forward and backward; the peak beyond the input, which exists before.
-Executed execute(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
-                 const remat::CheckpointOptions& options = {}) {
-  x.mutable_grad() = Tensor();
-  LiveBytes bytes;
-  remat::run(plan, stages, x, options).backward();
-  return {bytes.peak(), std::exchange(x.mutable_grad(), Tensor())};
-}
 
 }  // namespace
 
@@ -486,7 +469,7 @@ TEST_CASE("the peak of every plan that runs is the simulated one, to the byte", 
 }
 
 TEST_CASE("every plan of a transformer's frontier keeps its budget within 2 % and its gradients",
-          "[plan][GUA-40]") {
+          "[plan]") {
   const Transformer model(5);
   const Tensor ids = at::randint(kVocabulary, {4, kContext}, at::kLong);
   const std::vector<Stage> stages = model.stages();

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "tests/plan_chains.h"
+#include "tests/support/autocast.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -13,31 +14,6 @@ using remat::Plan;
 using remat::Stage;
 using remat::testing::canonical_plans;
 namespace autocast = at::autocast;
-
-/// Autocast of the CPU to bfloat16 while alive, as the scopes of the front ends.
-class AutocastScope {
- public:
-  explicit AutocastScope(bool is_cached)
-      : was_enabled_(autocast::is_autocast_enabled(at::kCPU)),
-        was_cached_(autocast::is_autocast_cache_enabled()),
-        dtype_(autocast::get_autocast_dtype(at::kCPU)) {
-    autocast::set_autocast_enabled(at::kCPU, true);
-    autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-    autocast::set_autocast_cache_enabled(is_cached);
-    autocast::increment_nesting();
-  }
-  ~AutocastScope() {
-    if (autocast::decrement_nesting() == 0) autocast::clear_cache();
-    autocast::set_autocast_cache_enabled(was_cached_);
-    autocast::set_autocast_dtype(at::kCPU, dtype_);
-    autocast::set_autocast_enabled(at::kCPU, was_enabled_);
-  }
-  AutocastScope& operator=(AutocastScope&&) = delete;
-
- private:
-  const bool was_enabled_, was_cached_;
-  const at::ScalarType dtype_;
-};
 
 /// As in training: it has a gradient.
 Tensor parameter(at::IntArrayRef sizes) {
@@ -105,7 +81,7 @@ void visit_plans(const std::vector<Stage>& stages, const Tensor& x, const Begin&
   x.mutable_grad() = Tensor();
 }
 
-const auto nothing_around = [] { return std::unique_ptr<AutocastScope>(); };
+const auto nothing_around = [] { return std::unique_ptr<Autocast>(); };
 
 }  // namespace
 
@@ -118,7 +94,7 @@ TEST_CASE("every plan of stages under autocast peaks as predicted, to the byte",
           std::vector<Stage> stages;
           for (int64_t i = 0; i < depth; ++i)
             stages.emplace_back([block = Block(width), is_cached](const Tensor& x) {
-              const AutocastScope scope(is_cached);
+              const Autocast scope({.cache = is_cached});
               return block(x);
             });
           stages.emplace_back(loss_of);
@@ -140,7 +116,7 @@ TEST_CASE("casts that autocast caches around a whole step are in every predicted
         });
       stages.emplace_back(loss_of);
       const Tensor x = leaf({64, width});
-      const auto around = [] { return std::make_unique<AutocastScope>(true); };
+      const auto around = [] { return std::make_unique<Autocast>(); };
       int64_t casts = 3 * 2 * (2 * 4 * width * width + 5 * width);
       if (!has_norm) casts += 2 * x.numel();  // a leaf, too
       {
@@ -154,7 +130,9 @@ TEST_CASE("casts that autocast caches around a whole step are in every predicted
       });
       visit_plans(stages, x, around, false, [](Bytes bytes) { CHECK(bytes.fits()); });
       // Without the cache they are casts of their stages.
-      const auto uncached = [] { return std::make_unique<AutocastScope>(false); };
+      const auto uncached = [] {
+        return std::make_unique<Autocast>(AutocastOptions{.cache = false});
+      };
       visit_plans(stages, x, uncached, true, [&](Bytes bytes) {
         CHECK(bytes.fits());
         if (has_norm) CHECK(bytes.is_exact());

@@ -10,6 +10,7 @@
 #include "remat/policy.h"
 #include "remat/report.h"
 #include "tests/plan_chains.h"
+#include "tests/support/executed_plans.h"
 #include "tests/support/files.h"
 #include "tests/support/support.h"
 #include "tests/support/warnings.h"
@@ -34,24 +35,6 @@ std::vector<Stage> various_stages() {
           [](const Tensor& x) { return at::cat({x, x.sin()}); },   // twice as wide from here on
           [](const Tensor& x) { return x.cos().mul(0.5).cos(); },  // two values
           [](const Tensor& x) { return x.sin().square().mean(); }};
-}
-
-struct Executed {
-  int64_t peak_bytes = 0;
-  Tensor gradient;
-};
-
-/// Forward and backward; the peak beyond the input, which exists before.
-Executed execute(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
-                 const MoveOptions& moving) {
-  x.mutable_grad() = Tensor();
-  LiveBytes bytes;
-  remat::run(plan, stages, x, {}, moving).backward();
-  return {bytes.peak(), std::exchange(x.mutable_grad(), Tensor())};
-}
-
-std::string error_of_parse(std::string_view text) {
-  return text_of(error_of<c10::ValueError>([&] { static_cast<void>(Plan::parse(text)); }));
 }
 
 }  // namespace
@@ -122,7 +105,7 @@ TEST_CASE("every plan that moves has plain gradients, and no higher peak than th
   int64_t num_lower = 0;
   for (const Plan& plan : plans_moving(canonical_plans(5))) {
     INFO(plan.to_string());
-    const Executed executed = execute(plan, stages, x, moving);
+    const Executed executed = execute(plan, stages, x, {}, moving);
     const int64_t simulated = remat::simulate(cost, plan).peak_bytes;
     CHECK(executed.peak_bytes <= simulated);
     CHECK(bit_equal(executed.gradient, plain.gradient));
@@ -164,12 +147,12 @@ TEST_CASE("what a plan cannot write since the disk is full stays in memory, with
       const remat::testing::Warnings warnings;
       const FileSizeLimit limit(kBytes / 2);
       for (int i = 0; i < 2; ++i)
-        CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving).gradient, plain));
+        CHECK(bit_equal(execute(Plan::parse(text), stages, x, {}, moving).gradient, plain));
       for (const std::string& each : warnings.texts) warned += each;
     }
     CHECK_THAT(warned, contains("stays in memory"));
     CHECK_THAT(warned, contains("could not be written to a file"));
-    CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving).gradient, plain));
+    CHECK(bit_equal(execute(Plan::parse(text), stages, x, {}, moving).gradient, plain));
   }
 }
 

@@ -335,8 +335,7 @@ TEST_CASE("plans of longer chains cost what their points say, and more depth nev
   }
 }
 
-TEST_CASE("less memory never needs less time, and below the minimum there is no plan",
-          "[plan][GUA-40]") {
+TEST_CASE("less memory never needs less time, and below the minimum there is no plan", "[plan]") {
   const Seed seed;
   RandomChains random(seed.value());
   for (int64_t i = 0; i < 20; ++i) {

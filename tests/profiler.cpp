@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -15,8 +16,6 @@ using remat::checkpoint;
 namespace {
 
 namespace profiler = torch::autograd::profiler;
-
-Tensor two_sins(const Tensor& t) { return t.sin().sin(); }
 
 /// The user scopes that begin (+) and end (-) on this thread, and in backwards that it calls.
 class ScopeLog {

@@ -5,6 +5,8 @@
 #include <thread>
 
 #include "tests/support/files.h"
+#include "tests/support/functions.h"
+#include "tests/support/reports.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -12,16 +14,6 @@ using remat::Recorder;
 using remat::RegionReport;
 
 namespace {
-
-Tensor two_sins(const Tensor& t) { return t.sin().sin(); }
-
-RegionReport region(const Recorder& recorder, const std::string& name) {
-  const auto report = recorder.report();
-  for (const RegionReport& each : report.regions)
-    if (each.name == name) return each;
-  FAIL("no region " << name);
-  return {};
-}
 
 std::filesystem::path in_temporary_folder(const std::string& name) {
   return std::filesystem::temp_directory_path() /
@@ -408,7 +400,7 @@ TEST_CASE("regions of several threads are recorded", "[report][recorder]") {
 
 // ---- saved_tensors ---------------------------------------------------------------------------
 
-TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute", "[report][GUA-41]") {
+TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute", "[report]") {
   const Tensor x = leaf({2, 3});
   const Counted done;
   const Tensor plain = x.exp();                                      // its result
@@ -441,7 +433,7 @@ TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute", "[r
   CHECK(remat::saved_tensors(Tensor()).empty());
 }
 
-TEST_CASE("saved_tensors lists tensors without a storage", "[report][GUA-41]") {
+TEST_CASE("saved_tensors lists tensors without a storage", "[report]") {
   const Tensor sparse = at::eye(3).to_sparse(), x = leaf({3, 2});
   const Tensor y = checkpoint(two_sins, at::mm(sparse, x));
   const auto infos = remat::saved_tensors(y);
@@ -453,7 +445,7 @@ TEST_CASE("saved_tensors lists tensors without a storage", "[report][GUA-41]") {
   CHECK(x.grad().defined());
 }
 
-TEST_CASE("saved_tensors lists a number that a region's node saves besides", "[report][GUA-41]") {
+TEST_CASE("saved_tensors lists a number that a region's node saves besides", "[report]") {
   // LibTorch shows hooks no tensor that stands for a number.
   const Tensor x = leaf({3}), number = at::scalar_tensor(2.);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -467,7 +459,7 @@ TEST_CASE("saved_tensors lists a number that a region's node saves besides", "[r
   CHECK(infos[1].sizes == std::vector<int64_t>{3});
 }
 
-TEST_CASE("saved_tensors knows custom Functions and the program's own hooks", "[report][GUA-41]") {
+TEST_CASE("saved_tensors knows custom Functions and the program's own hooks", "[report]") {
   struct Twice : torch::autograd::Function<Twice> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {
       context->save_for_backward({t});

@@ -40,7 +40,7 @@ Tensor region_with_tail(Calls& tail, const remat::CheckpointOptions& options, co
 }  // namespace
 
 TEST_CASE("early stop: the innermost guard beats the outer, any guard beats the option",
-          "[scope][rule-5][EST-01]") {
+          "[scope][rule-5]") {
   const int64_t size = GENERATE(4, 100'000);
   const Tensor x = leaf({size});
   const Tensor expected = grad_of(x.sin().cos().clone(), {x})[0];
@@ -81,8 +81,7 @@ TEST_CASE("early stop is read when the region runs forward", "[scope][rule-5]") 
   CHECK(tail.count() == 1);
 }
 
-TEST_CASE("a guard in one thread does not change regions run in another",
-          "[scope][threads][GUA-06]") {
+TEST_CASE("a guard in one thread does not change regions run in another", "[scope][threads]") {
   const EarlyStopGuard here(false);
   int64_t there_tails = 0;
   std::thread([&] {
@@ -100,7 +99,7 @@ TEST_CASE("a guard in one thread does not change regions run in another",
 }
 
 TEST_CASE("a recompute on another thread uses the forward's guards, not that thread's",
-          "[scope][threads][NEW-01]") {
+          "[scope][threads]") {
   const Tensor x = leaf({100'000});
   Calls tail;
   SECTION("early stop") {
@@ -167,7 +166,7 @@ TEST_CASE("regions that a recompute opens have the DebugGuard of the forward", "
   CHECK_THAT(error.what(), contains("Operators of the forward"));
 }
 
-TEST_CASE("guards destroyed out of order end their own effect only", "[scope][hooks][GUA-27]") {
+TEST_CASE("guards destroyed out of order end their own effect only", "[scope][hooks]") {
   const Tensor x = leaf({100'000});
   SECTION("early stop") {
     auto outer = std::make_unique<EarlyStopGuard>(false);
@@ -225,7 +224,7 @@ TEST_CASE("guards destroyed out of order end their own effect only", "[scope][ho
   }
 }
 
-TEST_CASE("regions inside DisableCheckpointGuard run plainly", "[scope][WRP-09]") {
+TEST_CASE("regions inside DisableCheckpointGuard run plainly", "[scope]") {
   const Tensor weight = leaf({2, 2}), rows = at::randn({4, 2});
   Calls calls;
   const auto run_rows = [&] {
@@ -275,7 +274,7 @@ TEST_CASE("DisableCheckpointGuard covers nested regions, also in a recompute", "
   CHECK(done.now().recomputes == 1);
 }
 
-TEST_CASE("is_checkpointing and is_recomputing say which pass runs", "[scope][WRP-11]") {
+TEST_CASE("is_checkpointing and is_recomputing say which pass runs", "[scope]") {
   const Tensor x = leaf({2});
   using Answers = std::pair<bool, bool>;
   std::vector<Answers> seen;
@@ -312,7 +311,7 @@ TEST_CASE("is_checkpointing and is_recomputing say which pass runs", "[scope][WR
   }
 }
 
-TEST_CASE("a function may open regions of itself recursively", "[scope][WRP-12]") {
+TEST_CASE("a function may open regions of itself recursively", "[scope]") {
   const Tensor x = leaf({3});
   Calls calls;
   std::function<Tensor(const Tensor&, int)> descend = [&](const Tensor& t, int depth) -> Tensor {
@@ -331,7 +330,7 @@ TEST_CASE("a function may open regions of itself recursively", "[scope][WRP-12]"
   CHECK(calls.count() >= 10);
 }
 
-TEST_CASE("current_phase describes the innermost frame in both passes", "[scope][GUA-10]") {
+TEST_CASE("current_phase describes the innermost frame in both passes", "[scope]") {
   const Tensor x = leaf({2});
   std::vector<remat::PhaseInfo> outer, inner;
   const auto region = [&](const Tensor& t) {
@@ -385,7 +384,7 @@ TEST_CASE("current_phase describes the innermost frame in both passes", "[scope]
 }
 
 TEST_CASE("grad mode off and DisableCheckpointGuard create no frame and warn about nothing",
-          "[scope][GUA-38]") {
+          "[scope]") {
   struct Counting : c10::WarningHandler {
     int count = 0;
     void process(const c10::Warning&) override { ++count; }

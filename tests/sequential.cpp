@@ -62,15 +62,14 @@ std::string lengths(int64_t stages, int64_t segments, Split split) {
 
 }  // namespace
 
-TEST_CASE("every segment but the last is recomputed, or the last too when asked",
-          "[sequential][BEQ-07]") {
+TEST_CASE("every segment but the last is recomputed, or the last too when asked", "[sequential]") {
   CHECK(runs(10, 2) == "2222211111");
   CHECK(runs(10, 2, {.checkpoint_last = true}) == "2222222222");
   CHECK(runs(3, 1) == "111");
   CHECK(runs(3, 1, {.checkpoint_last = true}) == "222");
 }
 
-TEST_CASE("a chain is split as upstream does, or in balance", "[sequential][GUA-39]") {
+TEST_CASE("a chain is split as upstream does, or in balance", "[sequential]") {
   CHECK(lengths(9, 5, Split::Torch) == "11115");
   CHECK(lengths(9, 5, Split::Balanced) == "22221");
   CHECK(lengths(7, 3, Split::Torch) == "223");
@@ -79,7 +78,7 @@ TEST_CASE("a chain is split as upstream does, or in balance", "[sequential][GUA-
   CHECK(lengths(4, 1, Split::Balanced) == "4");
 }
 
-TEST_CASE("a chain in segments has the plain output and grads", "[sequential][BEQ-08][BEQ-09]") {
+TEST_CASE("a chain in segments has the plain output and grads", "[sequential]") {
   const Seed seed;
   nn::Sequential net = layers();
   const auto plain = [&](const Tensor& x) { return net->forward(x); };
@@ -107,7 +106,7 @@ TEST_CASE("a chain in segments has the plain output and grads", "[sequential][BE
   CHECK(bit_equal(gradient, expected));
 }
 
-TEST_CASE("layers of a ModuleList may be the stages", "[sequential][BEQ-10]") {
+TEST_CASE("layers of a ModuleList may be the stages", "[sequential]") {
   const Seed seed;
   nn::ModuleList list(nn::Linear(100, 50), nn::ReLU(), nn::Linear(50, 20), nn::ReLU(),
                       nn::Linear(20, 5), nn::ReLU());
@@ -142,7 +141,7 @@ TEST_CASE("a chain in segments holds the segments' inputs and the last segment's
   CHECK(done.now().recomputes == 2);
 }
 
-TEST_CASE("impossible segments and stages are refused by name", "[sequential][NEW-08]") {
+TEST_CASE("impossible segments and stages are refused by name", "[sequential]") {
   const auto text = [](const std::function<void()>& f) {
     return text_of(error_of<c10::ValueError>(f));
   };
@@ -184,7 +183,7 @@ nn::Sequential vgg() {
 }  // namespace
 
 TEST_CASE("a chain with activations in place works at every number of segments",
-          "[sequential][copies][BEQ-08]") {
+          "[sequential][copies]") {
   const Seed seed;
   nn::Sequential net = vgg();
   const auto length = static_cast<int64_t>(net->size());

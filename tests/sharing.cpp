@@ -20,8 +20,7 @@ int64_t bytes_alive() { return remat::counters().recomputed_bytes_alive; }
 
 }  // namespace
 
-TEST_CASE("a group recomputes each region once over several backward calls",
-          "[scope][group][GEG-03]") {
+TEST_CASE("a group recomputes each region once over several backward calls", "[scope][group]") {
   const Tensor x = leaf({8}), w = leaf({8});
   const Tensors y = checkpoint(branches, x, w);
   const Tensors expected{grad_of(x.sin().cos(), {x})[0], grad_of(w.exp().tanh(), {w})[0]};
@@ -51,7 +50,7 @@ TEST_CASE("a group recomputes each region once over several backward calls",
   CHECK(done.now().recomputes == 7);
 }
 
-TEST_CASE("groups cannot be nested, and one after another works", "[scope][group][GEG-03]") {
+TEST_CASE("groups cannot be nested, and one after another works", "[scope][group]") {
   {
     const GraphExecGroup group;
     CHECK_THROWS_WITH(GraphExecGroup(), contains("GraphExecGroup contexts cannot be nested"));
@@ -61,8 +60,7 @@ TEST_CASE("groups cannot be nested, and one after another works", "[scope][group
   const GraphExecGroup next;
 }
 
-TEST_CASE("a second backward over the same tensors in a group is an error",
-          "[scope][group][GEG-03]") {
+TEST_CASE("a second backward over the same tensors in a group is an error", "[scope][group]") {
   const Tensor x = leaf({8});
   const Tensor y = checkpoint({.name = "twice"}, [](const Tensor& t) { return t.sin().cos(); }, x);
   {
@@ -121,7 +119,7 @@ TEST_CASE("a backward that fails in a group leaves the others right", "[scope][g
 }
 
 TEST_CASE("a Jacobian by fifty overlapping calls costs one recompute per region",
-          "[scope][cache][GUA-21]") {
+          "[scope][cache]") {
   constexpr int64_t n = 50;
   const Tensor x = leaf({n}), w = leaf({n, n});
   const auto block = [&](const Tensor& t) { return t.matmul(w).sin().exp(); };

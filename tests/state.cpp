@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "tests/support/counting_generator.h"
 #include "tests/support/support.h"
 #include "tests/support/warnings.h"
 
@@ -50,36 +51,10 @@ struct Number final : remat::StateProvider {
   }
 };
 
-/// The generator of a device that this build does not have; counts numbers.
-struct FarGenerator final : c10::GeneratorImpl {
-  uint64_t position = 0;
-  FarGenerator() : GeneratorImpl(c10::Device(c10::kPrivateUse1, 0), c10::DispatchKeySet()) {}
-  double draw() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<double>(++position);
-  }
-  void set_current_seed(uint64_t) override {}
-  void set_offset(uint64_t offset) override { position = offset; }
-  uint64_t get_offset() const override { return position; }
-  uint64_t current_seed() const override { return 0; }
-  uint64_t seed() override { return 0; }
-  void set_state(const c10::TensorImpl& state) override {
-    position = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return at::scalar_tensor(static_cast<int64_t>(position), at::kLong).getIntrusivePtr();
-  }
-  FarGenerator* clone_impl() const override {
-    auto* copy = new FarGenerator;
-    copy->position = position;
-    return copy;
-  }
-};
-
 }  // namespace
 
 TEST_CASE("a generator of the user's own draws what forward drew and stays where it was",
-          "[state][rule-11][GUA-14]") {
+          "[state][rule-11]") {
   const bool early_stop = GENERATE(true, false), is_registered = GENERATE(true, false);
   CAPTURE(early_stop, is_registered);
   const auto program = [&](bool drop, at::Generator own) {
@@ -103,7 +78,7 @@ TEST_CASE("a generator of the user's own draws what forward drew and stays where
 }
 
 TEST_CASE("a registered generator is preserved beside other threads that draw from it",
-          "[state][rule-11][GUA-26]") {
+          "[state][rule-11]") {
   const at::Generator own = at::detail::createCPUGenerator(5);
   const GeneratorGuard guard(own);
   const Tensor x = at::ones({64}).requires_grad_();
@@ -187,8 +162,8 @@ TEST_CASE("without preserve_rng_state a generator moves on", "[state][rule-11]")
 }
 
 TEST_CASE("a generator that is no CPU generator is set back and put forward again",
-          "[state][rule-11][GUA-15]") {
-  auto impl = c10::make_intrusive<FarGenerator>();
+          "[state][rule-11]") {
+  auto impl = c10::make_intrusive<CountingGenerator>(at::Device(at::kPrivateUse1, 0));
   const at::Generator far(impl);
   const Tensor x = leaf({3});
   const auto f = [impl](const Tensor& t) {
@@ -210,7 +185,7 @@ TEST_CASE("a generator that is no CPU generator is set back and put forward agai
 }
 
 TEST_CASE("a provider's state is the forward's in each recompute and put back after it",
-          "[state][rule-11][GUA-09][GUA-14]") {
+          "[state][rule-11]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const auto program = [&](bool drop, const std::shared_ptr<Engine>& engine) {
@@ -232,7 +207,7 @@ TEST_CASE("a provider's state is the forward's in each recompute and put back af
   CHECK(plain->engine == ours->engine);
 }
 
-TEST_CASE("several forwards before one backward keep the state of each", "[state][GUA-09]") {
+TEST_CASE("several forwards before one backward keep the state of each", "[state]") {
   const auto number = std::make_shared<Number>();
   const Tensor x = leaf({2});
   const auto f = [&](const Tensor& t) { return (t * number->value).sin(); };
@@ -252,7 +227,7 @@ TEST_CASE("several forwards before one backward keep the state of each", "[state
 }
 
 TEST_CASE("a module that guards its own state is right inside a region of somebody else",
-          "[state][GUA-14]") {
+          "[state]") {
   const auto program = [](bool drop) {
     const auto engine = std::make_shared<Engine>();
     const at::Generator own = at::detail::createCPUGenerator(3);
@@ -282,7 +257,7 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   // A backward inside the region makes it run again while forward waits. User code catches the
   // stop, so that the recompute runs on, past where forward is.
   at::Generator own = at::make_generator<at::CPUGeneratorImpl>(11);
-  at::Generator far = at::make_generator<FarGenerator>();
+  at::Generator far = at::make_generator<CountingGenerator>(at::Device(at::kPrivateUse1, 0));
   const auto number = std::make_shared<Number>();
   int runs = 0;
   std::vector<at::ThreadLocalState> threads;  // that a run began, say, and that have not ended
@@ -297,14 +272,14 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     const StateProviderGuard guard_number(number);
     own.set_current_seed(own.current_seed() + 1);
     const at::Tensor noise = at::rand({3}, own);
-    far.get<FarGenerator>()->draw();
+    far.get<CountingGenerator>()->draw();
     ++number->value;
     threads.emplace_back();
     return x.sin() * noise;
   };
   const auto reset = [&] {
     own.set_current_seed(3);
-    far.get<FarGenerator>()->position = 0;
+    far.get<CountingGenerator>()->position = 0;
     number->value = 0;
     runs = 0;
     threads.clear();
@@ -316,12 +291,12 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     const bool ran_on = runs > 1;
     CHECK(ran_on == is_region);
     CHECK(number->value == 1);
-    CHECK(far.get<FarGenerator>()->position == 1);
+    CHECK(far.get<CountingGenerator>()->position == 1);
     const at::Tensor state = own.get_state();
     const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}).front();
     CHECK(own.get_state().equal(state));
     CHECK(number->value == 1);
-    CHECK(far.get<FarGenerator>()->position == 1);
+    CHECK(far.get<CountingGenerator>()->position == 1);
     return std::pair(gradient, state);
   };
   const auto [plain, plain_state] = gradient(false);
@@ -521,7 +496,7 @@ TEST_CASE("a recompute that throws or stops puts the provider's state back",
   CHECK(number->value == 70);
 }
 
-TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA-26]") {
+TEST_CASE("recomputes in two threads take turns over one provider", "[state]") {
   const auto number = std::make_shared<Number>();
   std::vector<Tensor> leaves, outputs;
   {
@@ -553,7 +528,7 @@ TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA
 }
 
 TEST_CASE("a recompute inside another one takes its turn over a provider that a third has",
-          "[state][rule-6][GUA-26]") {
+          "[state][rule-6]") {
   const auto number = std::make_shared<Number>();
   std::atomic<bool> is_late = false, is_held = false, was_held = false;
   int both = 0;
@@ -600,7 +575,7 @@ TEST_CASE("a recompute inside another one takes its turn over a provider that a 
 }
 
 TEST_CASE("observers are told of every recompute, in pairs, also when it stops or throws",
-          "[state][GUA-11]") {
+          "[state]") {
   std::vector<std::string> log;
   const auto observer = [&](const std::string& name) {
     return remat::RecomputeObserver{
@@ -663,8 +638,7 @@ TEST_CASE("an observer that throws fails the recompute, and those told before ar
   CHECK(ended == 2);
 }
 
-TEST_CASE("parameters that an observer gathers and frees are there in the recompute",
-          "[state][GUA-11]") {
+TEST_CASE("parameters that an observer gathers and frees are there in the recompute", "[state]") {
   // As sharded training does it: the storage is emptied after each use.
   const Tensor w = leaf({100}), x = leaf({100});
   const Tensor values = w.detach().clone();

@@ -16,6 +16,7 @@
 #include "remat/policy.h"
 #include "remat/report.h"
 #include "tests/support/files.h"
+#include "tests/support/functions.h"
 #include "tests/support/saved_tensors.h"
 #include "tests/support/warnings.h"
 
@@ -29,12 +30,6 @@ namespace {
 constexpr int64_t mebibyte = 1 << 20;
 constexpr int64_t num_elements = mebibyte / 4;
 constexpr int length = 12;
-
-/// Each saves its input, of one MiB.
-Tensor chain(Tensor x, int count = length) {
-  for (int i = 0; i < count; ++i) x = x.sin();
-  return x;
-}
 
 /// Until what the library writes beside the program is written.
 void wait_for_bytes_on_disk(const TierCounters& counters, int64_t bytes) {
@@ -68,8 +63,9 @@ Forward forward_in_tiers(const Folder& folder, int64_t mebibytes, F&& f, const T
 TEST_CASE("within its budget nothing moves", "[tiers]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
-  const auto [y, counters] = forward_in_tiers(folder, length, [](Tensor t) { return chain(t); }, x);
+  const Tensors plain = grad_of(sines(x, length), {x});
+  const auto [y, counters] =
+      forward_in_tiers(folder, length, [](Tensor t) { return sines(t, length); }, x);
   require_bit_equal(grad_of(y, {x}), plain);
   CHECK(counters.now().bytes_to_disk == 0);
   CHECK(counters.now().loads == 0);
@@ -78,13 +74,13 @@ TEST_CASE("within its budget nothing moves", "[tiers]") {
 TEST_CASE("memory holds the budget, and the file the rest: what was saved first", "[tiers]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const int64_t budget = GENERATE(0, 1, 3, 8);
   const remat::MemoryMeter meter;
   const int64_t before = meter.live_bytes();
   {
     const auto [y, counters] =
-        forward_in_tiers(folder, budget, [](Tensor t) { return chain(t); }, x);
+        forward_in_tiers(folder, budget, [](Tensor t) { return sines(t, length); }, x);
     // The input is held by the test, the output by y and saved by nobody.
     const int64_t num_moved = length - 1 - budget;
     wait_for_bytes_on_disk(counters, num_moved * mebibyte);
@@ -103,7 +99,7 @@ TEST_CASE("backward brings back no more than there is room for", "[tiers]") {
   const Tensor x = leaf({num_elements});
   const int64_t budget = GENERATE(0, 2, 4);
   const auto [y, counters] =
-      forward_in_tiers(folder, budget, [](Tensor t) { return chain(t, 32); }, x);
+      forward_in_tiers(folder, budget, [](Tensor t) { return sines(t, 32); }, x);
   wait_for_bytes_on_disk(counters, (31 - budget) * mebibyte);
   remat::MemoryMeter meter;
   const int64_t before = meter.live_bytes();
@@ -117,7 +113,8 @@ TEST_CASE("one thread of the library writes what moves, however much it is", "[t
   const Folder folder;
   const Tensor x = leaf({num_elements});
   const auto run = [&] {
-    const auto [y, counters] = forward_in_tiers(folder, 0, [](Tensor t) { return chain(t); }, x);
+    const auto [y, counters] =
+        forward_in_tiers(folder, 0, [](Tensor t) { return sines(t, length); }, x);
     wait_for_bytes_on_disk(counters, (length - 1) * mebibyte);
     static_cast<void>(grad_of(y, {x}));
   };
@@ -130,7 +127,7 @@ TEST_CASE("one thread of the library writes what moves, however much it is", "[t
 TEST_CASE("the last saves stay in memory, also beyond the budget", "[tiers]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const int64_t budget = GENERATE(0, 2, 5), keep_last = GENERATE(0, 1, 4, 100);
   CAPTURE(budget, keep_last);
   const remat::MemoryMeter meter;
@@ -142,7 +139,7 @@ TEST_CASE("the last saves stay in memory, also beyond the budget", "[tiers]") {
       const SaveInTiersGuard guard(
           {.host_bytes = budget * mebibyte, .directory = folder.path(), .keep_last = keep_last});
       counters = guard.counters();
-      y = chain(x);
+      y = sines(x, length);
     }
     const int64_t num_staying = std::min<int64_t>(length - 1, std::max(budget, keep_last));
     wait_for_bytes_on_disk(*counters, (length - 1 - num_staying) * mebibyte);
@@ -164,7 +161,7 @@ TEST_CASE("what the program holds does not move", "[tiers]") {
   };
   const auto [y, counters] = forward_in_tiers(folder, 0, keep_all, x);
   CHECK(counters.now().bytes_to_disk == 0);
-  require_bit_equal(grad_of(y, {x}), grad_of(chain(x), {x}));
+  require_bit_equal(grad_of(y, {x}), grad_of(sines(x, length), {x}));
 }
 
 TEST_CASE("what the program has let go of moves with the next save", "[tiers]") {
@@ -174,11 +171,11 @@ TEST_CASE("what the program has let go of moves with the next save", "[tiers]") 
     Tensors held;
     for (int i = 0; i < 6; ++i) held.push_back(t = t.sin());
     held.clear();
-    return chain(t, 2);
+    return sines(t, 2);
   };
   const auto [y, counters] = forward_in_tiers(folder, 0, hold_for_a_while, x);
   wait_for_bytes_on_disk(counters, 7 * mebibyte);
-  require_bit_equal(grad_of(y, {x}), grad_of(chain(x, 8), {x}));
+  require_bit_equal(grad_of(y, {x}), grad_of(sines(x, 8), {x}));
 }
 
 TEST_CASE("a storage counts once, and all views of it move together", "[tiers]") {
@@ -243,14 +240,14 @@ TEST_CASE("gradients in tiers are plain ones, with regions, again and of second 
 TEST_CASE("several threads save in tiers and read from them", "[tiers][threads]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   std::vector<Tensors> found(4);
   std::vector<std::thread> threads;
   for (Tensors& each : found)
     threads.emplace_back([&] {
       for (int i = 0; i < 5; ++i) {
         const auto [y, counters] =
-            forward_in_tiers(folder, i % 3, [](Tensor t) { return chain(t); }, x);
+            forward_in_tiers(folder, i % 3, [](Tensor t) { return sines(t, length); }, x);
         each = grad_of(y, {x});
       }
     });
@@ -282,14 +279,15 @@ TEST_CASE("a saved tensor that is changed in place raises, wherever it is", "[ti
 TEST_CASE("what does not fit on the disk stays in memory, with a warning", "[tiers][faults]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   Tensors found;
   int64_t num_failed = 0;
   std::string texts;
   {
     const Warnings warnings;
     const FileSizeLimit limit(4 * mebibyte);
-    const auto [y, counters] = forward_in_tiers(folder, 0, [](Tensor t) { return chain(t); }, x);
+    const auto [y, counters] =
+        forward_in_tiers(folder, 0, [](Tensor t) { return sines(t, length); }, x);
     // A write that has not begun when backward asks is left out.
     for (int i = 0; i < 1000 && counters.now().failed_writes == 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -312,7 +310,7 @@ TEST_CASE("a forward that throws leaves nothing behind", "[tiers][faults]") {
   CHECK_THROWS_AS(forward_in_tiers(
                       folder, 1,
                       [](Tensor t) -> Tensor {
-                        t = chain(t);
+                        t = sines(t, length);
                         throw std::runtime_error("stop");
                       },
                       x),
@@ -491,11 +489,11 @@ TEST_CASE("options of tiers that are wrong are refused", "[tiers]") {
 TEST_CASE("a recorder sees what tiers write, read and wait for", "[tiers][recorder]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const remat::Recorder recorder({.memory = GENERATE(true, false)});
   const auto [y, counters] = forward_in_tiers(
-      folder, 3, [](Tensor t) { return checkpoint([](Tensor u) { return u.cos(); }, chain(t)); },
-      x);
+      folder, 3,
+      [](Tensor t) { return checkpoint([](Tensor u) { return u.cos(); }, sines(t, length)); }, x);
   wait_for_bytes_on_disk(counters, (length - 3) * mebibyte);
   const remat::FileReport before = recorder.report().files;
   CHECK(before.bytes_written == counters.now().bytes_to_disk);

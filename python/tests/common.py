@@ -24,6 +24,10 @@ def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     return torch.autograd.grad(result.sum(), inputs, **options)
 
 
+def operators(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos().matmul(x)
+
+
 class Table(torch.nn.Module):
     """Fills a table once for each length, and remembers so in a number."""
 

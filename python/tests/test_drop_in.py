@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import py_compile
 import sys
 import tempfile
-import threading
 import unittest
 import warnings
 import zipfile
@@ -19,39 +17,17 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint as upstream
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as imported_early
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import remat
 from remat import _drop_in as drop_in
-from common import Case, CountedFunction, gradient, leaf, run_python, run_script, sampled, whole
+from common import Case, CountedFunction, gradient, leaf, operators, run_python, run_script
+from drop_in_case import DropIn, region
 
-
-def operators(x: torch.Tensor) -> torch.Tensor:
-    return x.sin().exp().cos().matmul(x)
-
-
-region = functools.partial(checkpoint, use_reentrant=False)
-
-# What upstream's newer releases do, and older ones (2.11, 2.7) not: show policy functions the result that they are asked about,
-# find in a second backward that there are no results any more, take `early_stop` as an argument, and tell the contexts of a
-# forward that it raised.
-SHOWS_RESULTS = hasattr(upstream.SelectiveCheckpointContext(is_recompute=False), "op_output")
+# Newer releases of upstream, unlike 2.11 and 2.7, take `early_stop` as an argument, and tell the contexts of a forward that it
+# raised.
 TAKES_EARLY_STOP = "early_stop" in inspect.signature(upstream.checkpoint).parameters
 TELLS_OF_ERRORS = "gen.throw" in inspect.getsource(upstream.checkpoint)
-
-
-class DropIn(Case):
-    def setUp(self) -> None:
-        super().setUp()
-        remat.install()
-        self.before = remat.counters()["frames_created"]
-
-    def tearDown(self) -> None:
-        remat.uninstall()
-        super().tearDown()
-
-    def num_regions(self) -> int:
-        return remat.counters()["frames_created"] - self.before
 
 
 class Calls(DropIn):
@@ -583,245 +559,6 @@ class Settings(DropIn):
         with torch.no_grad():
             w.add_(1)
         self.check_equal(gradient(y, x), gradient(f(x), x))
-
-
-class Selective(DropIn):
-    OPS = [torch.ops.aten.mm.default]
-
-    def setUp(self) -> None:
-        super().setUp()
-        remat.install()
-
-    def tearDown(self) -> None:
-        remat.uninstall()
-        super().tearDown()
-
-    def check(self, context_fn: Any, is_native: bool) -> None:
-        x = leaf()
-        f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
-        y = region(f, x, context_fn=context_fn)
-        plain = gradient(f.function(x), x)
-        self.check_equal(gradient(y, x, retain_graph=True), plain)
-        if is_native:  # upstream's modes can be used once
-            self.check_equal(gradient(y, x), plain)
-        elif SHOWS_RESULTS:
-            with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
-                gradient(y, x)
-
-    def test_lists_run_natively(self) -> None:
-        self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS), True)
-        self.check(lambda: create_selective_checkpoint_contexts(self.OPS), True)
-        self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS, True), True)
-
-    def test_policy_functions_run_natively(self) -> None:
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            if context.is_recompute:
-                return None
-            save = op is torch.ops.aten.mm.default
-            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
-
-        def with_options(ops: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return op in ops
-
-        class Config:
-            def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-                return op is torch.ops.aten.mm.default
-
-        for each in (policy, functools.partial(with_options, self.OPS), Config().policy, lambda _, op, *args: "mm" in str(op)):
-            self.check(functools.partial(create_selective_checkpoint_contexts, each), True)
-            self.check(lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True), True)
-
-    def test_policy_functions_run_in_upstream_s_modes_where_the_program_says_so(self) -> None:
-        saves = functools.partial(create_selective_checkpoint_contexts, lambda context, op, *args, **kwargs: op in self.OPS)
-        with remat.installed(native_policy_functions=False):
-            self.check(saves, False)
-        self.check(saves, False)  # until the last uninstall
-        remat.uninstall()
-        remat.uninstall()
-        remat.install()
-        remat.install()
-        self.check(saves, True)
-
-    def test_policy_functions_are_asked_what_upstream_asks(self) -> None:
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.5),
-            torch.nn.Flatten(1), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(-1),
-        )  # fmt: skip
-        weight = model[5].weight
-
-        def f(x: torch.Tensor) -> torch.Tensor:
-            y = model(x).to(torch.float64, memory_format=torch.contiguous_format)
-            y = torch.cat([y, torch.zeros_like(y, dtype=torch.float64)], dim=1).chunk(2, dim=1)[0]
-            y = y.clone()
-            y[0, :2] = 1.0
-            return torch.nn.functional.scaled_dot_product_attention(y[None], y[None], y[None]).sum(0, keepdim=True)
-
-        def text_of(value: Any) -> str:
-            if isinstance(value, torch.Tensor):
-                own = "weight" if value is weight else "tensor"
-                return f"{own} {value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
-            if isinstance(value, (list, tuple)):
-                return str([text_of(each) for each in value])
-            return f"{type(value).__name__} {value}"
-
-        asked: list[Any] = []
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            assert isinstance(op, torch._ops.OpOverload)
-            asked.append((op, *map(text_of, args), {name: text_of(value) for name, value in kwargs.items()}))
-            return False
-
-        x = torch.randn(2, 1, 4, 4).requires_grad_()
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        region(f, x, context_fn=contexts)
-        natively = asked[:]
-        self.assertEqual(self.num_regions(), 1)
-        asked.clear()
-        remat.uninstall()
-        remat.uninstall()
-        try:
-            region(f, x, context_fn=contexts)
-        finally:
-            remat.install()
-            remat.install()
-        self.assertGreater(len(asked), 20)
-        self.assertTrue(any("weight" in str(each) for each in asked))
-        # What makes nothing and only passes a value on is no question.
-        self.assertEqual(natively, [each for each in asked if each[0] is not torch.ops.aten.lift_fresh.default])
-
-    def test_answers_of_policy_functions(self) -> None:
-        x = leaf()
-        f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
-        # Before 2.11 upstream has no answer that moves anything.
-        offload = getattr(upstream.CheckpointPolicy, "MUST_CPU_OFFLOAD", upstream.CheckpointPolicy.MUST_SAVE)
-        for answer in (None, "no answer", 0, offload, True, False):
-            y = region(f, x, context_fn=lambda: create_selective_checkpoint_contexts(lambda context, op, *args: answer))
-            self.check_equal(gradient(y, x), gradient(f.function(x), x))
-
-        class Mine(Exception):
-            pass
-
-        def failing(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            raise Mine(op)
-
-        with self.assertRaises(Mine) as caught:
-            region(f, x, context_fn=lambda: create_selective_checkpoint_contexts(failing))
-        self.assertIs(caught.exception.args[0], torch.ops.aten.mm.default)
-
-    def test_graphs_do_not_keep_policy_functions(self) -> None:
-        import weakref
-
-        x = leaf()
-
-        def made() -> Any:
-            seen: list[Any] = []  # what a function sees may lead to the graph that holds it
-            policy = lambda context, op, *args, **kwargs: bool(seen.append(args)) or len(seen) % 2 == 0  # noqa: E731
-            y = region(
-                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-            )
-            self.check_equal(gradient(y, x, retain_graph=True), gradient((x @ x).sin().exp() @ x, x))
-            return weakref.ref(policy), weakref.ref(y)
-
-        self.assertEqual([each() for each in made()], [None, None])
-
-    @unittest.skipUnless(SHOWS_RESULTS, "this torch shows policy functions no results")
-    def test_policy_functions_that_could_look_at_results_run_as_upstream_s_modes(self) -> None:
-        def keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            all = [context]
-            return all[0].op_output is not None
-
-        def closes(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return (lambda: context.op_output)() is not None
-
-        def looks(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return op is torch.ops.aten.mm.default and getattr(context, "op_output") is not None
-
-        def hands_on(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return looks(context, op, *args, **kwargs)
-
-        def renames(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            other = context
-            return other.is_recompute
-
-        def finds(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-            return locals()["context"].is_recompute
-
-        def takes_all(*args: Any, **kwargs: Any) -> bool:
-            return args[0].is_recompute
-
-        @functools.wraps(takes_all)
-        def wrapped(*args: Any, **kwargs: Any) -> bool:
-            return takes_all(*args, **kwargs)
-
-        class Callable:
-            def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-                return False
-
-        for policy in (keeps, closes, looks, hands_on, renames, finds, takes_all, wrapped, Callable()):
-            x = leaf()
-            y = region(
-                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-            )
-            gradient(y, x, retain_graph=True)
-            if policy in (looks, hands_on, keeps, closes):
-                with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
-                    gradient(y, x)
-            self.assertFalse(drop_in._may_be_asked_before(policy))
-        self.assertFalse(drop_in._may_be_asked_before(functools.partial(hands_on)))
-        self.assertFalse(drop_in._may_be_asked_before(print))
-
-    def test_flex_attention_meets_upstream_s_modes(self) -> None:
-        done = run_script(
-            "import functools, torch, remat\n"
-            "from torch.nn.attention.flex_attention import flex_attention\n"
-            "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts\n"
-            "w = torch.ones(16, 16, requires_grad=True)\n"
-            "def f(t):\n"
-            "    with torch.no_grad():\n"
-            "        t = flex_attention(t, t, t)\n"
-            "    return (t[0, 0] @ w).sin()\n"
-            "policy = lambda context, op, *args, **kwargs: op is torch.ops.aten.mm.default\n"
-            "with remat.installed():\n"
-            "    y = checkpoint(f, torch.ones(1, 1, 16, 16), use_reentrant=False,\n"
-            "        context_fn=functools.partial(create_selective_checkpoint_contexts, policy))\n"
-            "    y.sum().backward()\n"
-            "print('equal' if torch.allclose(w.grad, (torch.ones(16, 16) * 16).cos() * 16) else w.grad)\n"
-        )
-        if "no rule registered for HOP flex_attention" in done.stdout:
-            self.skipTest("this torch's modes know no flex_attention")
-        self.assertIn("equal", done.stdout)
-
-    @unittest.skipUnless(SHOWS_RESULTS, "this torch shows policy functions no results")
-    def test_results_reach_policy_functions_that_look_at_them(self) -> None:
-        asked = []
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.append(context.op_output)
-            save = op is torch.ops.aten.mm.default
-            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
-
-        self.check(functools.partial(create_selective_checkpoint_contexts, policy), False)
-        self.assertTrue(all(isinstance(each, torch.Tensor) for each in asked))
-
-    def test_a_list_that_changes_is_read_at_each_call(self) -> None:
-        ops = list(self.OPS)
-        context_fn = functools.partial(create_selective_checkpoint_contexts, ops)
-        self.check(context_fn, True)
-        ops.append(torch.ops.aten.sin.default)
-        self.check(context_fn, True)
-
-    def test_wrong_lists_are_upstream_s_errors(self) -> None:
-        with self.assertRaisesRegex(ValueError, "to be an OpOverload"):
-            region(operators, leaf(), context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm]))
-
-    def test_changed_kept_results_are_errors(self) -> None:
-        x = leaf()
-        f = lambda t: (t @ t).relu_().sin().exp()  # noqa: E731
-        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS)
-        with self.assertRaisesRegex(RuntimeError, "has been mutated"):
-            gradient(region(f, x, context_fn=context_fn), x)
-        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True)
-        self.check_equal(gradient(region(f, x, context_fn=context_fn), x), gradient(f(x), x))
 
 
 class Tracing(DropIn):

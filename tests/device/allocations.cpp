@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/far_tensors.h"
 #include "tests/support/files.h"
 #include "tests/support/support.h"
 
@@ -26,14 +27,7 @@ namespace {
 
 using namespace torch::profiler::impl;
 
-Tensor bytes_on(int index, int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(stand_in::device(index)));
-}
-Tensor leaf_on(int index, at::IntArrayRef sizes) {
-  return at::randn(sizes).to(stand_in::device(index)).requires_grad_();
-}
-
-/// Returns the lines of a log about allocations.
+/// The lines of a log about allocations.
 std::vector<std::string> told(const Recorder& recorder) {
   std::vector<std::string> lines;
   std::stringstream log(recorder.event_log());

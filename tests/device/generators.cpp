@@ -7,38 +7,11 @@
 #include <thread>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/far_tensors.h"
+#include "tests/support/meeting.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
-
-namespace {
-
-Tensor stand_in_leaf(const Tensor& values, int index) {
-  return values.detach().to(stand_in::device(index)).requires_grad_();
-}
-
-/// Waits until all threads are here, or for a limited time.
-class Meeting {
- public:
-  explicit Meeting(int num_threads) : num_threads_(num_threads) {}
-  bool wait() {
-    constexpr std::chrono::milliseconds longest(300);
-    const auto start = std::chrono::steady_clock::now();
-    ++num_here_;
-    while (num_here_ < num_threads_)
-      if (std::chrono::steady_clock::now() - start > longest) {
-        --num_here_;
-        return false;
-      }
-    return true;
-  }
-
- private:
-  const int num_threads_;
-  std::atomic<int> num_here_{0};
-};
-
-}  // namespace
 
 TEST_CASE("threads with a device each draw again what they drew, and disturb nobody",
           "[device][rule-11]") {
@@ -56,7 +29,7 @@ TEST_CASE("threads with a device each draw again what they drew, and disturb nob
           drawn.push_back(stand_in::draw(device));
           return (between * drawn.back()).sin();
         };
-        const Tensor x = stand_in_leaf(at::ones({3}), device);
+        const Tensor x = far_leaf(at::ones({3}), device);
         const uint64_t start = stand_in::position(device);
         const Tensor y = checkpoint({.early_stop = false}, f, x);
         grad_of(y, {x});
@@ -80,7 +53,7 @@ TEST_CASE("what another thread draws on its device while save_region runs is pas
     return turn == mine;
   };
   std::thread other([&] {
-    const Tensor x = stand_in_leaf(at::ones({3}), 1);
+    const Tensor x = far_leaf(at::ones({3}), 1);
     const Tensor y = checkpoint([](const Tensor& t) { return t.sin(); }, x);  // claims it
     turn = Turn::Main;
     while (await(Turn::Other)) {
@@ -95,7 +68,7 @@ TEST_CASE("what another thread draws on its device while save_region runs is pas
   std::vector<double> drawn;
   std::thread own([&] {  // has claimed no other device
     await(Turn::Main);
-    const Tensor x = stand_in_leaf(at::ones({3}), 0);
+    const Tensor x = far_leaf(at::ones({3}), 0);
     const Tensor y = checkpoint(
         {.early_stop = false},
         [&](const Tensor& t) {
@@ -130,7 +103,7 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
     std::vector<double> drawn;
   };
   std::array<Program, num_threads> programs;
-  Meeting meeting(num_threads);
+  Meeting meeting(num_threads, std::chrono::milliseconds(300));
   std::atomic<bool> is_forward = true, have_met = false;
   for (Program& each : programs) {
     each.x = leaf({3});
@@ -237,7 +210,7 @@ TEST_CASE("a region draws on a device on which none of its tensors is", "[device
     drawn.push_back(stand_in::draw(1));
     return ((noisy.to(stand_in::device(1)) * drawn.back()).to(stand_in::device(0))).sin();
   };
-  const Tensor x = stand_in_leaf(at::ones({3}), 0);
+  const Tensor x = far_leaf(at::ones({3}), 0);
   const Tensor y = checkpoint({.early_stop = false}, f, x);
   for (int i = 0; i < 3; ++i) stand_in::draw(1);
   const uint64_t position = stand_in::position(1);
@@ -279,7 +252,7 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
     std::this_thread::sleep_for(std::chrono::milliseconds(is_backward ? 100 : 0));
     return (u * drawn.emplace_back(stand_in::draw(0))).sin();
   };
-  const Tensor x = leaf({3}), z = stand_in_leaf(at::ones({3}), 0);
+  const Tensor x = leaf({3}), z = far_leaf(at::ones({3}), 0);
   const Tensor a = checkpoint({.early_stop = false}, f, x);
   const Tensor b = checkpoint({.early_stop = false}, g, z);
   b.register_hook([&](const Tensor&) {
@@ -310,7 +283,7 @@ TEST_CASE("recomputes of one thread need not wait for each other", "[device][rul
     return (u * slope) * t;
   };
   const auto g = [](const Tensor& t) { return (t * stand_in::draw(0)).sin(); };
-  const Tensor x = stand_in_leaf(at::ones({3}), 0), z = stand_in_leaf(at::ones({3}), 0);
+  const Tensor x = far_leaf(at::ones({3}), 0), z = far_leaf(at::ones({3}), 0);
   const Tensor b = checkpoint(g, z), a = checkpoint({.early_stop = false}, f, x);
   is_backward = true;
   const auto start = std::chrono::steady_clock::now();
@@ -319,8 +292,8 @@ TEST_CASE("recomputes of one thread need not wait for each other", "[device][rul
 }
 
 TEST_CASE("a region does not wait for gradients that it keeps or was given", "[device]") {
-  const Tensor x = stand_in_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(stand_in::device(0));
-  // The cost of regions besides their functions, which take longer under a sanitizer, for example.
+  const Tensor x = far_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(stand_in::device(0));
+  // What regions cost beside their functions, which take longer under a sanitizer, say.
   constexpr int num_regions = 50;
   const auto seconds = [&](const remat::CheckpointOptions& options, const auto& f) {
     const auto timed = [&](const auto& run) {

@@ -7,25 +7,13 @@
 #include <thread>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/far_faults.h"
+#include "tests/support/far_tensors.h"
 #include "tests/support/support.h"
 
 using remat::CheckpointError;
 using remat::MemoryLimitGuard;
 using remat::MemoryMeter;
-
-namespace {
-
-Tensor bytes_on(int index, int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(stand_in::device(index)));
-}
-
-/// Makes the device small for its lifetime.
-struct Small {
-  explicit Small(int64_t bytes) { stand_in::set_total_bytes(bytes); }
-  ~Small() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
-};
-
-}  // namespace
 
 TEST_CASE("a meter of a device counts the bytes asked for, of that device", "[device][memory]") {
   const MemoryMeter first(stand_in::device(0)), second(stand_in::device(1)), cpu;
@@ -80,7 +68,7 @@ TEST_CASE("a meter says whether the allocator tells only what it rounded", "[dev
 
 TEST_CASE("a limit on a device refuses what does not fit, on that device only",
           "[device][memory]") {
-  const Small small(1 << 20);
+  const SmallDevice small(1 << 20);
   const at::Device device = stand_in::device(0);
   MemoryMeter meter(device);
   const int64_t before = meter.live_bytes();
@@ -109,7 +97,7 @@ TEST_CASE("a limit on a device refuses what does not fit, on that device only",
 }
 
 TEST_CASE("a region fits under a device's limit that plain does not", "[device][memory]") {
-  const Small small(1 << 20);
+  const SmallDevice small(1 << 20);
   const auto chain = [](const Tensor& x) {
     Tensor y = x;
     for (int i = 0; i < 8; ++i) y = y.sin();
@@ -189,7 +177,7 @@ TEST_CASE(
     }
     ~Hook() { stand_in::set_before_allocation({}); }
   };
-  const Small small(1 << 20);
+  const SmallDevice small(1 << 20);
   const at::Device device = stand_in::device(0);
   const MemoryMeter meter(device);
   stand_in::live_bytes();  // waits until the device's thread has released the last backward
@@ -242,7 +230,7 @@ TEST_CASE(
 }
 
 TEST_CASE("meters and limits of two devices at once, in threads of their own", "[device][memory]") {
-  const Small small(1 << 22);
+  const SmallDevice small(1 << 22);
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/autocast.h"
 #include "tests/support/nn.h"
 
 using remat::MemoryMeter;
@@ -24,26 +25,10 @@ struct Target {
   at::ScalarType dtype;
 };
 
-/// Autocast to the target's precision for its lifetime.
-class Autocast {
- public:
-  explicit Autocast(const Target& target) : type_(target.device.type()) {
-    at::autocast::set_autocast_enabled(type_, target.dtype != at::kFloat);
-    at::autocast::set_autocast_dtype(type_, at::kBFloat16);
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~Autocast() {
-    at::autocast::set_autocast_cache_enabled(true);
-    at::autocast::set_autocast_dtype(type_, dtype_before_);
-    at::autocast::set_autocast_enabled(type_, was_enabled_);
-  }
-  Autocast& operator=(Autocast&&) = delete;
-
- private:
-  const c10::DeviceType type_;
-  const bool was_enabled_ = at::autocast::is_autocast_enabled(type_);
-  const at::ScalarType dtype_before_ = at::autocast::get_autocast_dtype(type_);
-};
+/// What autocast knows computes in the target's precision, without a cache of casts.
+AutocastOptions precision_of(const Target& target) {
+  return {.device = target.device.type(), .enabled = target.dtype != at::kFloat, .cache = false};
+}
 
 enum class Checkpointing { None, EveryBlock, NestedGroups, SaveMatmuls, SaveByName };
 
@@ -160,7 +145,7 @@ Step step(const Target& target, Checkpointing way, double dropout) {
   {
     at::manual_seed(4);
     const Tensor loss = [&] {
-      const Autocast autocast(target);
+      const Autocast autocast(precision_of(target));
       return model->loss(inputs, targets, way);
     }();
     done.held_bytes = meter.live_bytes() - before;
@@ -281,7 +266,7 @@ TEST_CASE("forward and recompute cast alike under a device's autocast", "[device
   const Target target{stand_in::device(), at::kBFloat16};
   const auto gradients = [&](bool is_checkpointed) {
     const Tensor y = [&] {
-      const Autocast autocast(target);
+      const Autocast autocast(precision_of(target));
       return is_checkpointed ? remat::checkpoint(layer, x) : layer(x);
     }();
     CHECK(y.scalar_type() == at::kBFloat16);
@@ -313,10 +298,10 @@ TEST_CASE("a recompute casts as forward did when autocast has changed since", "[
   const Tensor x = at::randn({2, 4}).to(stand_in::device()).requires_grad_();
   const auto run = [&](bool is_checkpointed, at::ScalarType then) {
     const Tensor y = [&] {
-      const Autocast autocast(Target{stand_in::device(), at::kBFloat16});
+      const Autocast autocast(precision_of({stand_in::device(), at::kBFloat16}));
       return is_checkpointed ? remat::checkpoint(layer, x) : layer(x);
     }();
-    const Autocast other(Target{stand_in::device(), then});
+    const Autocast other(precision_of({stand_in::device(), then}));
     return torch::autograd::grad({y}, {x, weight}, {at::ones_like(y)});
   };
   for (const at::ScalarType then : {at::kFloat, at::kBFloat16}) {
@@ -339,7 +324,7 @@ TEST_CASE("plans of a transformer peak on a device as predicted, to the byte",
     std::vector<Stage> stages = model->stages(ids.narrow(1, 1, length).clone());
     for (Stage& each : stages)
       each = [stage = each, target](const Tensor& x) {
-        const Autocast autocast(target);
+        const Autocast autocast(precision_of(target));
         return stage(x);
       };
     const auto count = static_cast<int64_t>(stages.size());

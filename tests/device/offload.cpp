@@ -1,67 +1,48 @@
 // Offloading on the stand-in of stand_in.h, whose copies run as late as they may.
 
 #include <malloc.h>
-#include <unistd.h>
-#include <condition_variable>
+
 #include <filesystem>
-#include <fstream>
-#include <future>
-#include <mutex>
-#include <thread>
 
 #include "remat/report.h"
-#include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
-#include "tests/support/files.h"
-#include "tests/support/warnings.h"
+#include "tests/support/far_offload.h"
+#include "tests/support/functions.h"
 
 using remat::checkpoint;
 
-namespace {
-
-const offload::Accelerator far_device{stand_in::device(), [] { return stand_in::live_bytes(); }};
-
-struct NoPinnedMemory {
-  NoPinnedMemory() { stand_in::set_has_pinned_memory(false); }
-  ~NoPinnedMemory() { stand_in::set_has_pinned_memory(true); }
-};
-
-}  // namespace
-
-TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device][SOC-03]") {
+TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device]") {
   offload::device_bytes_are_those_without_grad(far_device, GENERATE(false, true));
 }
-TEST_CASE("tensors smaller than min_bytes stay on the device", "[device][OFF-07]") {
+TEST_CASE("tensors smaller than min_bytes stay on the device", "[device]") {
   offload::smaller_tensors_stay(far_device, GENERATE(false, true));
 }
-TEST_CASE("what three layers save waits on the CPU", "[device][OFF-01]") {
+TEST_CASE("what three layers save waits on the CPU", "[device]") {
   offload::what_three_layers_save_leaves_the_device(far_device, GENERATE(false, true));
 }
-TEST_CASE("a block with offloaded inputs holds less on the device", "[device][OFF-03]") {
+TEST_CASE("a block with offloaded inputs holds less on the device", "[device]") {
   offload::an_offloaded_block_holds_less(far_device);
 }
-TEST_CASE("regions with offloaded inputs and masks give plain gradients",
-          "[device][OFF-04][OFF-09][OFF-16]") {
+TEST_CASE("regions with offloaded inputs and masks give plain gradients", "[device]") {
   const auto [count, width, rows] =
       GENERATE(std::tuple(3, 10, 2), std::tuple(4, 16, 5), std::tuple(4, 256, 8));
   offload::offloaded_inputs_give_plain_gradients(far_device, count, width, rows);
 }
-TEST_CASE("a view of an unpacked tensor is intact two nodes later", "[device][OFF-05]") {
+TEST_CASE("a view of an unpacked tensor is intact two nodes later", "[device]") {
   offload::a_view_of_an_unpacked_tensor_lives(far_device, GENERATE(false, true));
 }
-TEST_CASE("a recomputed view of an offloaded input keeps its values", "[device][OFF-06]") {
+TEST_CASE("a recomputed view of an offloaded input keeps its values", "[device]") {
   offload::views_of_restored_inputs_keep_their_values(far_device);
 }
-TEST_CASE("views with offset or strides come back from the CPU exactly",
-          "[device][OFF-11][OFF-12]") {
+TEST_CASE("views with offset or strides come back from the CPU exactly", "[device]") {
   offload::views_come_back_exactly(far_device, GENERATE(false, true));
 }
-TEST_CASE("two backward calls read offloaded tensors", "[device][OFF-13]") {
+TEST_CASE("two backward calls read offloaded tensors", "[device]") {
   offload::a_second_backward_reads_again(far_device, GENERATE(false, true));
 }
 
-TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device][OFF-14]") {
+TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {5000});
   const auto step = [&](bool pin_memory) {
     const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
@@ -80,8 +61,8 @@ TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[
 }
 
 TEST_CASE("a small tensor does not take a page-locked buffer that a large one needs again",
-          "[device][OFF-14]") {
-  if (at::hasCUDA()) return;  // then CUDA owns it
+          "[device]") {
+  if (at::hasCUDA()) return;  // then it is CUDA's
   constexpr int64_t small = 300'000, large = 2'000'000;
   const auto saved = [](int64_t size) {
     const Tensor x = offload::stand_in_leaf(far_device, {size});
@@ -153,7 +134,7 @@ TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]"
   std::filesystem::remove(folder);
 }
 
-TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device][GUA-42]") {
+TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device]") {
   const Tensor p = offload::stand_in_leaf(far_device, {64, 64});
   for (const Tensor& t : {p, p.t(), p.view({-1})})
     CHECK(offload::through(t, true).data_ptr() == t.data_ptr());
@@ -226,8 +207,7 @@ TEST_CASE("what waits for its operator is copied after it on its stream", "[devi
   offload::require_same(grad_of(y, {x}), {at::full({3000}, 2.f).to(stand_in::device())});
 }
 
-TEST_CASE("kept results wait on the CPU if they go through the hooks around",
-          "[device][SAC-37][SAC-38]") {
+TEST_CASE("kept results wait on the CPU if they go through the hooks around", "[device]") {
   const Tensor x = offload::stand_in_leaf(far_device, {64, 64});
   const bool through_hooks = GENERATE(true, false);
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
@@ -263,150 +243,6 @@ TEST_CASE("with skip_parameters off parameters move too, and still get their gra
   offload::require_same({p.grad()}, {plain});
 }
 
-namespace {
-
-struct FailingGuardCopy {
-  explicit FailingGuardCopy(int64_t after) { stand_in::fail_copy_after(after); }
-  ~FailingGuardCopy() { stand_in::fail_copy_after(-1); }
-};
-
-/// Leaves no more page-locked memory than is in use, and `beyond` bytes.
-struct ShortPinnedMemory {
-  explicit ShortPinnedMemory(int64_t beyond) {
-    stand_in::set_total_pinned_bytes(stand_in::pinned_bytes() + beyond);
-  }
-  ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
-};
-
-/// Blocks copies on other threads until `let_go`.
-class HeldUpCopies {
- public:
-  HeldUpCopies() {
-    stand_in::set_before_copy([state = state_, here = std::this_thread::get_id()] {
-      if (std::this_thread::get_id() == here) return;
-      std::unique_lock<std::mutex> lock(state->mutex);
-      state->num_waiting += 1;
-      state->changed.notify_all();
-      state->changed.wait(lock, [&] { return state->is_open; });
-    });
-  }
-  ~HeldUpCopies() {
-    let_go();
-    stand_in::set_before_copy({});
-  }
-  HeldUpCopies& operator=(HeldUpCopies&&) = delete;
-  void let_go() {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->is_open = true;
-    state_->changed.notify_all();
-  }
-  /// Returns whether another thread comes to a copy.
-  bool holds_one() {
-    std::unique_lock<std::mutex> lock(state_->mutex);
-    return state_->changed.wait_for(lock, std::chrono::seconds(60),
-                                    [&] { return state_->num_waiting > 0; });
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool is_open = false;
-    int num_waiting = 0;
-  };
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
-/// Room for two page-locked chunks of the library's size, and for nothing else.
-constexpr int64_t two_chunks = 2 * (4 << 20);
-constexpr int64_t large = 9'000'000;  // bytes of more than two chunks
-
-/// Waits until copies through chunks have ended or failed: their thread writes files after them.
-void wait_for_chunks() {
-  const Folder folder;
-  const Tensor near = at::randn({16}).requires_grad_();
-  Tensor y;
-  std::optional<remat::TierCounters> counters;
-  {
-    const remat::SaveInTiersGuard guard(
-        {.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
-    counters = guard.counters();
-    y = (near + 1).sin();
-  }
-  for (int i = 0; i < 5000 && counters->now().bytes_on_disk == 0; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  REQUIRE(counters->now().bytes_on_disk > 0);
-}
-
-int64_t count_of(const std::vector<std::string>& texts, const char* part) {
-  return std::count_if(texts.begin(), texts.end(), [&](const std::string& each) {
-    return each.find(part) != std::string::npos;
-  });
-}
-
-Tensor sines(Tensor t, int count) {
-  for (int i = 0; i < count; ++i) t = t.sin();
-  return t;
-}
-
-}  // namespace
-
-TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device][faults]") {
-  const int64_t n_side = 16;
-  const Tensor x = at::randn({n_side, n_side}).div_(n_side).to(stand_in::device()).requires_grad_();
-  const auto f = [](const Tensor& t) {
-    Tensor h = t.mm(t);
-    for (int i = 0; i < 3; ++i) h = h.sin().mm(t);
-    return h.exp();
-  };
-  const Tensor plain = grad_of(f(x), {x})[0].cpu();
-  const int which = GENERATE(0, 1, 2);
-  CAPTURE(which);
-  const auto forward = [&]() -> Tensor {
-    if (which == 0) {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true});
-      return f(x);
-    }
-    if (which == 1) {
-      const remat::SaveInTiersGuard guard({.device_bytes = 0, .min_bytes = 0});
-      return f(x);
-    }
-    return remat::checkpoint({.offload_inputs = true}, f, x * 1);
-  };
-  const int64_t before = stand_in::live_bytes();
-  int failed_out = 0, failed_back = 0;
-  for (int64_t n = 0; n < 8; ++n) {
-    CAPTURE(n);
-    Tensor y;
-    try {
-      const remat::testing::Warnings warnings;  // tiers leave the tensor where it was
-      const FailingGuardCopy failing(n);
-      y = forward();
-    } catch (const c10::Error& error) {
-      ++failed_out;
-      CHECK_THAT(error.what(), contains("far failed to copy"));
-    }
-    if (!y.defined()) {
-      CHECK(stand_in::live_bytes() == before);
-      y = forward();
-    }
-    try {
-      const FailingGuardCopy failing(n);
-      require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain});
-    } catch (const c10::Error& error) {
-      ++failed_back;
-      CHECK_THAT(error.what(), contains("far failed to copy"));
-      drop_ready_nodes();
-    }
-    require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
-  }
-  // The engine's thread of the device releases memory late.
-  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(stand_in::live_bytes() == before);
-  CHECK((failed_out > 0) == (which != 1));
-}
-
 TEST_CASE("inputs that are on their way to the CPU hold no more of the device than 64 MiB",
           "[device]") {
   const int64_t waits = stand_in::num_waits();
@@ -424,7 +260,7 @@ TEST_CASE("inputs that are on their way to the CPU hold no more of the device th
   CHECK(forward(4) > 0);  // 80 MiB
 }
 
-TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OFF-14]") {
+TEST_CASE("a guard begins as many copies back ahead as it is told", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
@@ -450,7 +286,7 @@ TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OF
   CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
 }
 
-TEST_CASE("as many inputs of regions come back ahead as their options say", "[device][OFF-14]") {
+TEST_CASE("as many inputs of regions come back ahead as their options say", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const int64_t depth = GENERATE(0, 1, 2, 100);
@@ -474,7 +310,7 @@ TEST_CASE("as many inputs of regions come back ahead as their options say", "[de
   CHECK_THROWS_AS(checkpoint({.offload_prefetch_depth = -1}, region, x), c10::ValueError);
 }
 
-TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF-14]") {
+TEST_CASE("the last saves stay on the device, and are read there", "[device]") {
   constexpr int64_t size = 4000;
   const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
   const Tensor plain = grad_of(sines(x + 1, 8), {x})[0];
@@ -517,386 +353,4 @@ TEST_CASE("what stays since it was saved last and is changed in place raises", "
   if (which == 1) h.detach().zero_();
   CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
   drop_ready_nodes();
-}
-
-TEST_CASE("an exception between a copy and its use lets go of both, and the rest can be used",
-          "[device][faults]") {
-  constexpr int64_t size = 4000;
-  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
-  const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
-  const int64_t before = stand_in::live_bytes();
-  const int which = GENERATE(0, 1, 2);
-  CAPTURE(which);
-  const auto under_guard = [&](const auto& program) {
-    if (which == 0) {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true, .prefetch_depth = 100});
-      return program();
-    }
-    if (which == 1) {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 2});
-      return program();
-    }
-    const remat::SaveInTiersGuard guard({.device_bytes = size, .min_bytes = 0});
-    return program();
-  };
-  // Copies out are under way.
-  CHECK_THROWS_WITH(under_guard([&]() -> Tensor {
-                      sines(x + 1, 6);
-                      throw std::runtime_error("stop in forward");
-                    }),
-                    contains("stop in forward"));
-  CHECK(stand_in::live_bytes() == before);
-  // Copies back are under way when a node of backward throws.
-  Tensor middle;
-  const Tensor y = under_guard([&] {
-    middle = sines(x + 1, 4);
-    return sines(middle, 2);
-  });
-  bool throws = true;
-  middle.register_hook([&](const Tensor&) {
-    if (throws) throw std::runtime_error("stop in backward");
-  });
-  middle.reset();
-  const int64_t held = stand_in::live_bytes();
-  CHECK_THROWS_WITH(grad_of(y, {x}, {.retain_graph = true}), contains("stop in backward"));
-  drop_ready_nodes();
-  CHECK(stand_in::live_bytes() == held);
-  throws = false;
-  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-  offload::require_same(grad_of(y, {x}), {plain});
-}
-
-TEST_CASE(
-    "page-locked memory that is short is warned about once, and what is beyond goes through chunks",
-    "[device][faults]") {
-  if (at::hasCUDA()) return;  // then CUDA owns it
-  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
-  const Tensor plain = grad_of(sines(x + 1, 3), {x})[0];
-  const ShortPinnedMemory none(two_chunks);
-  remat::testing::Warnings warnings;
-  for (int i = 0; i < 2; ++i) {
-    const int64_t before = stand_in::pinned_bytes();
-    std::optional<remat::MoveCounters> counters;
-    Tensor y;
-    {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true});
-      counters = guard.counters();
-      y = sines(x + 1, 3);
-    }
-    CHECK(counters->now().bytes_moved == 3 * large);
-    offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-    offload::require_same(grad_of(y, {x}), {plain});
-    CHECK(stand_in::pinned_bytes() - before <= two_chunks);
-  }
-  CHECK(count_of(warnings.texts, "page-locked memory of the host is short") == 1);
-  CHECK(count_of(warnings.texts, "9000000 bytes could not be had") == 1);
-}
-
-#ifndef __SANITIZE_ADDRESS__  // which has reserved more addresses than any limit leaves
-TEST_CASE("memory of the host that is short is warned about once", "[device][faults]") {
-  int64_t num_warnings = 0;
-  for (const bool pin_memory : {false, true, false}) {
-    const Tensor x = offload::stand_in_leaf(far_device, {1'000'000});
-    const Tensor plain = grad_of(sines(x + 1, 2), {x})[0];
-    remat::testing::Warnings warnings;
-    Tensor y;
-    {
-      int64_t pages = 0;
-      std::ifstream("/proc/self/statm") >> pages;
-      // Enough is left for everything, but less than a twentieth of it.
-      const auto used = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE));
-      const Limit limit(RLIMIT_AS, used + (rlim_t{1} << 25));
-      const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
-      y = sines(x + 1, 2);
-    }
-    offload::require_same(grad_of(y, {x}), {plain});
-    num_warnings += count_of(warnings.texts, "memory of the host is short: of ");
-  }
-  CHECK(num_warnings == 1);
-}
-#endif
-
-TEST_CASE("copies from and to ordinary memory do not hold up the program", "[device][OFF-14]") {
-  if (at::hasCUDA()) return;  // then CUDA owns page-locked memory
-  const bool has_chunks = GENERATE(true, false);
-  CAPTURE(has_chunks);
-  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
-  const Tensor plain = grad_of(sines(x + 1, 5), {x})[0];
-  const ShortPinnedMemory none(has_chunks ? two_chunks : 0);
-  const int64_t before = stand_in::live_bytes();
-  Tensor y;
-  {
-    HeldUpCopies held_up;
-    const remat::SaveOnCpuGuard guard({.pin_memory = true});
-    y = sines(x + 1, 5);
-    CHECK(held_up.holds_one());  // on another thread, while forward continues
-    // Tensors without a copy so far are on the device.
-    CHECK(stand_in::live_bytes() - before == 6 * large);
-  }
-  for (int i = 0; i < 5000 && stand_in::live_bytes() - before != large; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(stand_in::live_bytes() - before == large);
-  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-  offload::require_same(grad_of(y, {x}), {plain});
-}
-
-TEST_CASE(
-    "copies through ordinary memory hold no more of the device than 64 MiB, or than asked for",
-    "[device][OFF-14]") {
-  if (at::hasCUDA()) return;
-  const ShortPinnedMemory none(0);
-  const int64_t max_bytes = GENERATE(int64_t{20} << 20, std::numeric_limits<int64_t>::max());
-  CAPTURE(max_bytes);
-  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
-  const Tensor plain = grad_of(sines(x + 1, 12), {x})[0];
-  const int64_t before = stand_in::live_bytes();
-  int64_t most = 0;
-  Tensor y;
-  {
-    // No copy runs until forward must wait for it, or has ended.
-    HeldUpCopies held_up;
-    const auto later = std::async(std::launch::async, [&] {
-      std::this_thread::sleep_for(std::chrono::seconds(3));
-      held_up.let_go();
-    });
-    const remat::SaveOnCpuGuard guard({.pin_memory = true, .max_bytes_in_flight = max_bytes});
-    y = x + 1;
-    for (int i = 0; i < 12; ++i) {
-      y = y.sin();
-      most = std::max(most, stand_in::live_bytes() - before);
-    }
-    later.wait();
-  }
-  // Tensors on their way, and the result.
-  CHECK(most <= std::min(max_bytes, int64_t{64} << 20) + large);
-  CHECK(most >= 2 * large);
-  offload::require_same(grad_of(y, {x}), {plain});
-}
-
-TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[device][faults]") {
-  if (at::hasCUDA()) return;
-  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
-  const Tensor plain = grad_of(sines(x + 1, 3), {x})[0];
-  const ShortPinnedMemory none(two_chunks);
-  const int64_t before = stand_in::live_bytes();
-  int failed_out = 0, failed_back = 0;
-  const auto backward = [&](const Tensor& y, int64_t failing_copy) {
-    try {
-      const FailingGuardCopy failing(failing_copy);
-      require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain.cpu()});
-    } catch (const c10::Error& error) {
-      ++failed_back;
-      CHECK_THAT(error.what(), contains("far failed to copy"));
-      drop_ready_nodes();
-    }
-  };
-  for (int64_t n = 0; n < 10; ++n) {
-    CAPTURE(n);
-    Tensor y;
-    {
-      const remat::testing::Warnings warnings;
-      {
-        const FailingGuardCopy failing(n);
-        const remat::SaveOnCpuGuard guard(
-            {.pin_memory = true, .prefetch_depth = n % 2 == 0 ? 0 : 2});
-        y = sines(x + 1, 3);
-        wait_for_chunks();
-      }
-      backward(y, -1);
-      failed_out += static_cast<int>(
-          count_of(warnings.texts, "stays on its device, since it could not be copied"));
-    }
-    backward(y, n);
-    require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain.cpu()});
-  }
-  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(stand_in::live_bytes() == before);
-  CHECK(failed_out == 9);  // each of three chunks of three tensors
-  CHECK(failed_back > 0);
-}
-
-TEST_CASE("the last chunk may be of one byte", "[device][OFF-14]") {
-  if (at::hasCUDA()) return;
-  const ShortPinnedMemory none(0);
-  constexpr int64_t size = (int64_t{4} << 20) + 1;
-  const Tensor x = offload::stand_in_leaf(far_device, {size});
-  for (const bool is_hidden : {true, false}) {
-    const Tensor hidden = at::full({size}, is_hidden, at::kBool);
-    const int64_t before = stand_in::live_bytes();
-    Tensor y;
-    {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true});
-      y = x.masked_fill(hidden.to(x.device()), 0);
-    }
-    wait_for_chunks();
-    CHECK(stand_in::live_bytes() - before == 4 * size);
-    CHECK(grad_of(y, {x})[0].cpu().count_nonzero().item<int64_t>() == (is_hidden ? 0 : size));
-  }
-}
-
-TEST_CASE("a change in place while chunks are under way raises", "[device]") {
-  if (at::hasCUDA()) return;
-  const ShortPinnedMemory none(two_chunks);
-  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
-  Tensor h, y;
-  {
-    HeldUpCopies held_up;
-    const remat::SaveOnCpuGuard guard({.pin_memory = true});
-    h = x + 1;
-    y = h.sin();
-    CHECK(held_up.holds_one());
-    h.detach().zero_();
-  }
-  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
-  drop_ready_nodes();
-}
-
-TEST_CASE("inputs of regions, policies and tiers move through chunks, too", "[device][rule-15]") {
-  if (at::hasCUDA()) return;
-  const Folder folder;
-  const bool has_chunks = GENERATE(true, false);
-  CAPTURE(has_chunks);
-  const ShortPinnedMemory none(has_chunks ? two_chunks : 0);
-  const int which = GENERATE(0, 1, 2, 3);
-  CAPTURE(which);
-  const int64_t side = 1500;  // 9 MB
-  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
-  const auto f = [](const Tensor& t) { return t.sin().exp().sin().exp(); };
-  const Tensor plain = grad_of(f(f(x * 1)), {x})[0];
-  const int64_t before = stand_in::live_bytes();
-  const auto run = [&]() -> Tensor {
-    const remat::CheckpointOptions options{
-        .policy = which == 1 ? remat::offload_ops({"aten::exp"}) : remat::Policy(),
-        .offload_inputs = which == 0};
-    if (which < 2) return checkpoint(options, f, checkpoint(options, f, x * 1));
-    const remat::SaveInTiersGuard guard(
-        which == 2 ? remat::SaveInTiersOptions{.min_bytes = 0}
-                   : remat::SaveInTiersOptions{
-                         .host_bytes = 2 * large, .directory = folder.path(), .min_bytes = 0});
-    return f(f(x * 1));
-  };
-  {
-    const Tensor y = run();
-    for (int i = 0; i < 2; ++i)
-      offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-    offload::require_same(grad_of(y, {x}), {plain});
-  }
-  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(stand_in::live_bytes() == before);
-}
-
-namespace {
-
-/// Keeps the thread that copies through chunks at the first chunk of another tensor.
-class BusyWithChunks {
- public:
-  static constexpr int64_t num_copies = 3;
-  explicit BusyWithChunks(const Tensor& like) {
-    const remat::SaveOnCpuGuard guard({.pin_memory = true});
-    other_ = sines(like + 1, 1);
-    REQUIRE(held_up_.holds_one());
-  }
-  void end() { held_up_.let_go(); }
-
- private:
-  HeldUpCopies held_up_;
-  Tensor other_;
-};
-
-}  // namespace
-
-TEST_CASE("a policy's copies through chunks do not hold up the end of its region",
-          "[device][rule-15]") {
-  if (at::hasCUDA()) return;
-  const ShortPinnedMemory none(two_chunks);
-  const int64_t side = 1500;  // 9 MB
-  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
-  const auto f = [](const Tensor& t) { return t.sin().exp().sin().exp().sin(); };
-  const Tensor plain = grad_of(f(x), {x})[0];
-  const auto answer =
-      GENERATE(remat::CheckpointPolicy::MustCpuOffload, remat::CheckpointPolicy::PreferCpuOffload);
-  const remat::CheckpointOptions options{
-      .policy = remat::Policy([answer](const remat::PolicyContext& question) {
-        return question.op_name == "aten::exp.default" ? answer
-                                                       : remat::CheckpointPolicy::PreferRecompute;
-      })};
-  BusyWithChunks busy(x);
-  const int64_t before = stand_in::live_bytes();
-  const Tensor y = checkpoint(options, f, x);
-  // The result, and two tensors without a copy so far.
-  CHECK(stand_in::live_bytes() - before == 3 * side * side * 4);
-  busy.end();
-  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-  offload::require_same(grad_of(y, {x}), {plain});
-}
-
-TEST_CASE("a copy through chunks that fails is an error where it must be made and that is known",
-          "[device][rule-15][faults]") {
-  if (at::hasCUDA()) return;
-  const ShortPinnedMemory none(two_chunks);
-  const int64_t side = 1500;  // 9 MB
-  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
-  const auto f = [](const Tensor& t) { return t.sin().exp().sin(); };
-  const Tensor plain = grad_of(f(x), {x})[0];
-  const bool must = GENERATE(true, false), is_known = GENERATE(true, false);
-  CAPTURE(must, is_known);
-  const auto answer =
-      must ? remat::CheckpointPolicy::MustCpuOffload : remat::CheckpointPolicy::PreferCpuOffload;
-  const remat::CheckpointOptions options{
-      .policy = remat::Policy([answer](const remat::PolicyContext& question) {
-        return question.op_name == "aten::exp.default" ? answer
-                                                       : remat::CheckpointPolicy::PreferRecompute;
-      })};
-  const int64_t before = stand_in::live_bytes();
-  {
-    const remat::testing::Warnings warnings;
-    Tensor y;
-    const auto forward = [&] {
-      std::optional<BusyWithChunks> busy;
-      if (!is_known) busy.emplace(x);
-      const FailingGuardCopy failing(is_known ? 0 : BusyWithChunks::num_copies);
-      y = checkpoint(
-          options,
-          [&](const Tensor& t) {
-            const Tensor result = f(t);
-            if (is_known && !remat::is_recomputing())
-              std::async(std::launch::async, wait_for_chunks).get();
-            return result;
-          },
-          x);
-      if (busy) busy->end();
-      wait_for_chunks();
-    };
-    if (must && is_known) {
-      CHECK_THROWS_WITH(forward(), contains("has to wait on the CPU could not be copied there"));
-      CHECK_THROWS_WITH(forward(), contains("far failed to copy"));
-      CHECK(!y.defined());
-      CHECK(warnings.texts.empty());
-      y = checkpoint(options, f, x);
-      wait_for_chunks();
-    } else {
-      forward();
-    }
-    // The tensor has stayed where it was.
-    offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
-    CHECK(count_of(warnings.texts, "stays on its device, since it could not be copied") ==
-          (must && is_known ? 0 : 1));
-    offload::require_same(grad_of(y, {x}), {plain});
-  }
-  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(stand_in::live_bytes() == before);
-}
-
-// Last: the pool remembers that there is no page-locked memory.
-TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
-  const NoPinnedMemory none;
-  const Tensor x = offload::stand_in_leaf(far_device, {9'000'000});  // more than the pool has free
-  const remat::SaveOnCpuGuard guard({.pin_memory = true});
-  const int64_t before = stand_in::pinned_bytes();
-  const Tensor y = (x + 1).sin();
-  CHECK(stand_in::pinned_bytes() == before);
-  offload::require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
 }

@@ -54,7 +54,7 @@ inline Tensor through(const Tensor& t, bool pin_memory) {
   return variable.unpack();
 }
 
-/// SOC-03
+/// Under the guard a graph holds as many device bytes as without grad.
 inline void device_bytes_are_those_without_grad(const Accelerator& on, bool pin_memory) {
   const Tensor x = stand_in_leaf(on, {100000});
   const auto f = [](const Tensor& t) { return (t + 1) * (t + 1); };
@@ -80,7 +80,7 @@ inline void device_bytes_are_those_without_grad(const Accelerator& on, bool pin_
   require_same(grad_of(y3, {x}), grad_of(y1, {x}));
 }
 
-/// OFF-07
+/// Tensors of fewer than `min_bytes` stay on the device.
 inline void smaller_tensors_stay(const Accelerator& on, bool pin_memory) {
   const Tensor x = stand_in_leaf(on, {1024});
   // Measures the bytes of (x + 1).sin() besides its result: x + 1, which sin saves.
@@ -99,7 +99,7 @@ inline void smaller_tensors_stay(const Accelerator& on, bool pin_memory) {
   CHECK(held(4097) == 4096);
 }
 
-/// OFF-01
+/// The tensors that three layers save leave the device.
 inline void what_three_layers_save_leaves_the_device(const Accelerator& on, bool pin_memory) {
   const Layers layers(on, 3, 10);
   const Tensor x = at::randn({4, 10}).to(on.device);
@@ -116,7 +116,7 @@ inline void what_three_layers_save_leaves_the_device(const Accelerator& on, bool
   require_same(grad_of(y, layers.all()), plain);
 }
 
-/// OFF-03
+/// A block with an offloaded input holds less on the device after forward.
 inline void an_offloaded_block_holds_less(const Accelerator& on) {
   const Layers layers(on, 3, 64);
   const Tensor x = stand_in_leaf(on, {512, 64});
@@ -137,7 +137,7 @@ inline void an_offloaded_block_holds_less(const Accelerator& on) {
   CHECK(offloaded_bytes == bytes - 512 * 64 * 4);
 }
 
-/// OFF-04, OFF-09, OFF-16
+/// Regions with offloaded inputs and masks give the plain gradients.
 inline void offloaded_inputs_give_plain_gradients(const Accelerator& on, int64_t count,
                                                   int64_t width, int64_t rows) {
   const Layers layers(on, static_cast<int64_t>(count), width);
@@ -171,7 +171,7 @@ inline void offloaded_inputs_give_plain_gradients(const Accelerator& on, int64_t
   CHECK(on.live_bytes() == before);
 }
 
-/// OFF-05: a backward that returns a view of the tensor that it unpacked.
+/// A function whose backward returns a view of the tensor that it unpacked.
 struct GivesView : torch::autograd::Function<GivesView> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& s) {
     ctx->save_for_backward({s});
@@ -201,7 +201,7 @@ inline void a_view_of_an_unpacked_tensor_lives(const Accelerator& on, bool pin_m
   require_same(grad_of(y, {x}), plain);
 }
 
-/// OFF-06
+/// A recomputed view of an offloaded input keeps its values.
 inline void views_of_restored_inputs_keep_their_values(const Accelerator& on) {
   const Tensor x = at::ones({256, 1024}).to(on.device).requires_grad_();
   Tensor seen;
@@ -220,7 +220,7 @@ inline void views_of_restored_inputs_keep_their_values(const Accelerator& on) {
   CHECK(at::allclose(grad.view({1024, 256}), one.sin() + one.cos()));
 }
 
-/// OFF-11, OFF-12
+/// Views with an offset or strides come back exactly.
 inline void views_come_back_exactly(const Accelerator& on, bool pin_memory) {
   const Tensor base = at::randn({12, 16}).to(on.device) + 0;
   for (const Tensor& view :
@@ -234,7 +234,7 @@ inline void views_come_back_exactly(const Accelerator& on, bool pin_memory) {
   }
 }
 
-/// OFF-13
+/// A second backward on a retained graph reads the offloaded tensors again.
 inline void a_second_backward_reads_again(const Accelerator& on, bool pin_memory) {
   const Tensor x = stand_in_leaf(on, {300});
   const auto f = [&] { return ((x + 1).sin() * (x + 2).exp()).sin(); };

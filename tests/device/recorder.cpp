@@ -8,6 +8,11 @@
 
 #include "remat/allocations.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/far_faults.h"
+#include "tests/support/far_tensors.h"
+#include "tests/support/files.h"
+#include "tests/support/functions.h"
+#include "tests/support/reports.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -27,25 +32,6 @@ struct SlowDevice {
   ~SlowDevice() { stand_in::set_work_time(std::chrono::nanoseconds(0)); }
 };
 
-/// Makes the device small.
-struct SmallDevice {
-  SmallDevice() { stand_in::set_total_bytes(1 << 20); }
-  ~SmallDevice() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
-};
-
-Tensor leaf_on(int index, at::IntArrayRef sizes) {
-  return at::randn(sizes).to(stand_in::device(index)).requires_grad_();
-}
-
-Tensor two_sins(const Tensor& t) { return t.sin().sin(); }
-
-const RegionReport& region(const Report& report, const std::string& name) {
-  for (const RegionReport& each : report.regions)
-    if (each.name == name) return each;
-  FAIL("no region " << name);
-  return report.regions.front();
-}
-
 DeviceReport device(const Report& report, int index) {
   for (const DeviceReport& each : report.devices)
     if (each.device == stand_in::device(index)) return each;
@@ -62,12 +48,6 @@ std::string written(const Recorder& recorder,
   text << std::ifstream(path).rdbuf();
   std::filesystem::remove(path);
   return text.str();
-}
-
-int64_t occurrences(const std::string& text, const std::string& part) {
-  int64_t count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 }  // namespace
@@ -221,7 +201,7 @@ TEST_CASE("what was alive when an allocation of a device failed is told by regio
           "[device][recorder]") {
   const Tensor x = leaf_on(0, {1000}), w = leaf_on(0, {1000});
   stand_in::live_bytes();
-  const SmallDevice small;
+  const SmallDevice small(1 << 20);
   const Recorder recorder;
   const Tensor h = x.exp();
   const Tensor y = checkpoint({.name = "a"}, [&](const Tensor& t) { return (t * w).sin(); }, h);
@@ -263,7 +243,7 @@ TEST_CASE("an allocation that fails in a recompute finds recomputed bytes", "[de
       checkpoint({.name = "r"}, [](const Tensor& t) { return t.sin().sin().sin().sin(); }, x);
   const Tensor one = at::ones_like(y);
   stand_in::live_bytes();
-  const SmallDevice small;
+  const SmallDevice small(1 << 20);
   {
     const remat::MemoryMeter meter(stand_in::device(0));
     const remat::MemoryLimitGuard limit(meter.live_bytes() + 2 * 4096, stand_in::device(0));

@@ -15,6 +15,7 @@
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
 #include "tests/support/files.h"
+#include "tests/support/functions.h"
 #include "tests/support/warnings.h"
 
 using remat::checkpoint;
@@ -52,12 +53,7 @@ namespace {
 constexpr int64_t kibibyte = 1 << 10;
 constexpr int length = 12;
 
-Tensor chain(Tensor x, int count = length) {
-  for (int i = 0; i < count; ++i) x = x.sin();
-  return x;
-}
-
-/// Returns a leaf of one KiB on the device.
+/// One KiB on the device.
 Tensor leaf_there(int index = 0) {
   return at::randn({kibibyte / 4}).to(stand_in::device(index)).requires_grad_();
 }
@@ -76,7 +72,7 @@ TEST_CASE("an accelerator keeps its budget, the CPU its own, the file the rest",
   const bool pin_memory = GENERATE(false, true);
   const int64_t on_device = GENERATE(0, 2, 5, 100), on_host = GENERATE(0, 3, 100);
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const int64_t before = stand_in::live_bytes();
   {
     Tensor y;
@@ -88,7 +84,7 @@ TEST_CASE("an accelerator keeps its budget, the CPU its own, the file the rest",
                                     .min_bytes = 0,
                                     .pin_memory = pin_memory});
       counters = guard.counters();
-      y = chain(x);
+      y = sines(x, length);
     }
     CAPTURE(pin_memory, on_device, on_host);
     // The test holds x, and y holds its result.
@@ -119,12 +115,12 @@ TEST_CASE("backward on an accelerator brings back no more than there is room for
     grad_of(y, {x});
     return meter.peak_bytes() - before;
   };
-  const int64_t plain = needed(chain(x, 32));
+  const int64_t plain = needed(sines(x, 32));
   const int64_t on_device = GENERATE(0, 1, 3);
   Tensor y;
   {
     const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte, .min_bytes = 0});
-    y = chain(x, 32);
+    y = sines(x, 32);
   }
   // The tensor that is read, the next one, and one whose copy may have ended without the
   // allocator's notice.
@@ -134,7 +130,7 @@ TEST_CASE("backward on an accelerator brings back no more than there is room for
 TEST_CASE("two devices have a budget each, and share the CPU's", "[device][tiers]") {
   const Folder folder;
   const Tensor a = leaf_there(0), b = leaf_there(1);
-  const Tensors plain_a = grad_of(chain(a), {a}), plain_b = grad_of(chain(b), {b});
+  const Tensors plain_a = grad_of(sines(a, length), {a}), plain_b = grad_of(sines(b, length), {b});
   Tensor y, z;
   std::optional<TierCounters> counters;
   {
@@ -143,8 +139,8 @@ TEST_CASE("two devices have a budget each, and share the CPU's", "[device][tiers
                                   .directory = folder.path(),
                                   .min_bytes = 0});
     counters = guard.counters();
-    y = chain(a);
-    z = chain(b);
+    y = sines(a, length);
+    z = sines(b, length);
   }
   CHECK(counters->now().bytes_to_host == 2 * (length - 1 - 4) * kibibyte);
   wait_for([&] { return counters->now().bytes_on_host == 5 * kibibyte; });
@@ -156,10 +152,10 @@ TEST_CASE("inputs of regions on an accelerator wait in tiers", "[device][tiers]"
   const Folder folder;
   const Tensor x = leaf_there();
   const auto regions = [](Tensor t) {
-    for (int i = 0; i < 6; ++i) t = checkpoint([](const Tensor& u) { return chain(u, 3); }, t);
+    for (int i = 0; i < 6; ++i) t = checkpoint([](const Tensor& u) { return sines(u, 3); }, t);
     return t;
   };
-  const Tensors plain = grad_of(chain(x, 18), {x});
+  const Tensors plain = grad_of(sines(x, 18), {x});
   Tensor y;
   std::optional<TierCounters> counters;
   {
@@ -176,13 +172,13 @@ TEST_CASE("inputs of regions on an accelerator wait in tiers", "[device][tiers]"
 
 TEST_CASE("copies of tiers wait for the stream that saved", "[device][tiers]") {
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   Tensor y = x;
   {
     const SaveInTiersGuard guard({.device_bytes = 3 * kibibyte, .min_bytes = 0});
     for (int i = 0; i < 3; ++i) {
       const stand_in::OnStream on(stand_in::stream(0, i + 1));
-      y = chain(y, length / 3);
+      y = sines(y, length / 3);
     }
   }
   offload::require_same(grad_of(y, {x}), plain);
@@ -192,7 +188,7 @@ TEST_CASE("a device keeps the last saves beyond its budget, and the rest goes on
           "[device][tiers]") {
   const Folder folder;
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const int64_t keep_last = GENERATE(0, 2, 100), on_device = GENERATE(0, 1, 4);
   const int64_t before = stand_in::live_bytes();
   Tensor y;
@@ -204,7 +200,7 @@ TEST_CASE("a device keeps the last saves beyond its budget, and the rest goes on
                                   .min_bytes = 0,
                                   .keep_last = keep_last});
     counters = guard.counters();
-    y = chain(x);
+    y = sines(x, length);
   }
   const int64_t num_staying = std::min<int64_t>(length - 1, std::max(on_device, keep_last));
   CHECK(counters->now().bytes_to_host == (length - 1 - num_staying) * kibibyte);
@@ -217,7 +213,7 @@ TEST_CASE("what came from a device and does not fit on the disk stays on the CPU
           "[device][tiers][faults]") {
   const Folder folder;
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const bool pin_memory = GENERATE(true, false);
   std::string warned;
   {
@@ -233,7 +229,7 @@ TEST_CASE("what came from a device and does not fit on the disk stays on the CPU
                                     .pin_memory = pin_memory,
                                     .max_bytes_in_flight = 0});
       counters = guard.counters();
-      y = chain(x);
+      y = sines(x, length);
     }
     CHECK(counters->now().failed_writes > 0);
     CHECK(counters->now().bytes_on_disk + counters->now().bytes_on_host == (length - 1) * kibibyte);
@@ -249,14 +245,14 @@ TEST_CASE("what waits in the file is on its device again before backward asks fo
           "[device][tiers]") {
   const Folder folder;
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   Tensor middle, y;
   std::optional<TierCounters> counters;
   {
     const SaveInTiersGuard guard({.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
     counters = guard.counters();
-    middle = chain(x, length - 2);
-    y = chain(middle, 2);
+    middle = sines(x, length - 2);
+    y = sines(middle, 2);
   }
   const Tensor held = std::exchange(middle, Tensor());  // the tensor stays on the device
   wait_for([&] { return counters->now().bytes_on_disk == (length - 2) * kibibyte; });
@@ -283,7 +279,7 @@ TEST_CASE("the file is read from backward's first step on, as far as the CPU has
           "[device][tiers]") {
   const Folder folder;
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   const bool pin_memory = GENERATE(false, true), goes_on = GENERATE(true, false);
   CAPTURE(pin_memory, goes_on);
   constexpr int64_t on_host = 4;
@@ -339,7 +335,7 @@ TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "
   const Folder folder;
   const Tensor x = leaf_there();
   constexpr int num_saved = 16, on_host = 8;
-  const Tensors plain = grad_of(chain(x, num_saved + 1), {x});
+  const Tensors plain = grad_of(sines(x, num_saved + 1), {x});
   Tensor y = x;
   std::optional<TierCounters> counters;
   int64_t num_reads = 0;
@@ -374,7 +370,8 @@ TEST_CASE("each backward under one guard brings what it needs from the file to t
   const Folder folder;
   const Tensor x = leaf_there();
   constexpr int of_first = 5;
-  const Tensors plain_y = grad_of(chain(x, of_first), {x}), plain_z = grad_of(chain(x), {x});
+  const Tensors plain_y = grad_of(sines(x, of_first), {x}),
+                plain_z = grad_of(sines(x, length), {x});
   constexpr int64_t on_host = 4;
   std::vector<int64_t> held;
   std::optional<TierCounters> counters;
@@ -411,7 +408,7 @@ TEST_CASE("what leaves the CPU for the file holds no more of it than asked for",
           "[device][tiers]") {
   const Folder folder;
   const Tensor x = leaf_there();
-  const Tensors plain = grad_of(chain(x), {x});
+  const Tensors plain = grad_of(sines(x, length), {x});
   constexpr int64_t in_flight = 2;
   int64_t most = 0;
   Tensor y = x;

@@ -48,8 +48,7 @@ struct Ladder {
   Calls bottom_calls{};
 };
 
-TEST_CASE("a ladder of nested regions with skip connections has the plain grads",
-          "[nesting][NST-08]") {
+TEST_CASE("a ladder of nested regions with skip connections has the plain grads", "[nesting]") {
   const auto depth = static_cast<int64_t>(GENERATE(range(1, 6)));
   const bool early_stop = GENERATE(true, false);
   CAPTURE(depth, early_stop);
@@ -85,8 +84,7 @@ TEST_CASE("a ladder of nested regions with skip connections has the plain grads"
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("what a ladder of nested regions holds does not grow with its depth",
-          "[nesting][NST-08]") {
+TEST_CASE("what a ladder of nested regions holds does not grow with its depth", "[nesting]") {
   const auto depth = static_cast<size_t>(GENERATE(1, 3, 6));
   CAPTURE(depth);
   constexpr int64_t batch = 50, tensor_bytes = batch * Level::features * 4;
@@ -102,7 +100,7 @@ TEST_CASE("what a ladder of nested regions holds does not grow with its depth",
 }
 
 TEST_CASE("layers used again and again, in regions between plain layers, have the plain grads",
-          "[nesting][NST-09]") {
+          "[nesting]") {
   constexpr int64_t size = 100;
   const bool blocks_are_regions = GENERATE(false, true);
   CAPTURE(blocks_are_regions);

@@ -1,11 +1,9 @@
 // Rule 1: a saved tensor belongs to the innermost active frame, which keeps a slot and drops it.
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t side = 256;
-constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
 
 TEST_CASE("what a region saves is dropped, and only its result stays", "[rule-1]") {
   const Tensor x = leaf({side, side});
@@ -48,7 +46,7 @@ TEST_CASE("a tensor saved in nested regions belongs to the innermost one", "[rul
   CHECK(done.now().tensors_dropped == 5);
 }
 
-TEST_CASE("a region at depth d runs d + 1 times and recomputes once", "[rule-1][rule-2][GUA-44]") {
+TEST_CASE("a region at depth d runs d + 1 times and recomputes once", "[rule-1][rule-2]") {
   constexpr int depth = 6;
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);

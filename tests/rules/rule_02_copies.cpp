@@ -13,8 +13,6 @@ using Kind = remat::CheckpointError::Kind;
 
 namespace {
 
-const CheckpointOptions copies{.inputs = InputMode::CopyOnWrite};
-
 /// As a block that begins with ReLU(inplace = true).
 Tensor relu_block(Tensor t) {
   t.relu_();

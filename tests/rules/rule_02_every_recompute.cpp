@@ -3,14 +3,13 @@
 #include <thread>
 
 #include "remat/sequential.h"
+#include "tests/support/lazy_copies.h"
 #include "tests/support/support.h"
 
 using remat::CheckpointOptions;
 using remat::InputMode;
 
 namespace {
-
-const CheckpointOptions copies{.inputs = InputMode::CopyOnWrite};
 
 struct Writer {
   const char* name;

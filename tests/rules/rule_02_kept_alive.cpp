@@ -9,12 +9,10 @@
 #include <unordered_map>
 #include <variant>
 
+#include "tests/support/sizes.h"
 #include "tests/support/support.h"
 
 namespace {
-
-constexpr int64_t side = 128;
-constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
 
 // ---- what an input keeps alive ----------------------------------------------------------------
 
@@ -85,7 +83,7 @@ int64_t held_by_nested(Wrap wrap, Unwrap unwrap, int64_t expected_calls = 2) {
   return held - tensor_bytes;  // without the output
 }
 
-TEST_CASE("nested regions keep none of the tensors in their arguments", "[rule-2][GUA-25]") {
+TEST_CASE("nested regions keep none of the tensors in their arguments", "[rule-2]") {
   using Key = std::string;
   CHECK(held_by_nested([](Tensor t) { return t; }, [](Tensor t) { return t; }) == 0);
   CHECK(held_by_nested([](Tensor t) { return std::vector<Tensor>{t, t}; },
@@ -115,7 +113,7 @@ TEST_CASE("nested regions keep none of the tensors in their arguments", "[rule-2
                        [](const auto& v) { return v[0].first + v[0].second * v[0].tag; }) == 0);
 }
 
-TEST_CASE("nested regions keep none of the tensors in LibTorch's handles", "[rule-2][GUA-25]") {
+TEST_CASE("nested regions keep none of the tensors in LibTorch's handles", "[rule-2]") {
   using Key = std::string;
   CHECK(held_by_nested([](Tensor t) { return c10::List<Tensor>({t, t}); },
                        [](const auto& v) { return v.get(0) + v.get(1); }) == 0);
@@ -136,8 +134,7 @@ TEST_CASE("nested regions keep none of the tensors in LibTorch's handles", "[rul
             [](const auto& v) { return v["a"]; }) == 0);
 }
 
-TEST_CASE("a tensor hidden in an opaque argument is copied, works, and stays alive",
-          "[rule-2][KW-10]") {
+TEST_CASE("a tensor hidden in an opaque argument is copied, works, and stays alive", "[rule-2]") {
   // The outer region saves nothing then, so it is not recomputed at all.
   CHECK(held_by_nested([](Tensor t) { return Opaque{t}; }, [](const Opaque& v) { return v.hidden; },
                        /*expected_calls=*/1) > 0);

@@ -126,7 +126,7 @@ TEST_CASE("a guard that turned checkpoints off inside the function does so in th
 }
 
 TEST_CASE("early stop follows the guards around forward, not those around backward",
-          "[rule-3][rule-5][NEW-01]") {
+          "[rule-3][rule-5]") {
   const Tensor x = leaf({2});
   Calls tail;
   auto f = [&](const Tensor& t) {
@@ -163,7 +163,7 @@ TEST_CASE("early stop follows the guards around forward, not those around backwa
   }
 }
 
-TEST_CASE("debug follows the guards around forward, also on another thread", "[rule-3][NEW-01]") {
+TEST_CASE("debug follows the guards around forward, also on another thread", "[rule-3]") {
   const Tensor x = leaf({1});
   Calls calls;
   auto f = [&](const Tensor& t) {
@@ -200,8 +200,7 @@ TEST_CASE("debug follows the guards around forward, also on another thread", "[r
   }
 }
 
-TEST_CASE("an early-stop guard in one thread does not change regions run in another",
-          "[rule-3][GUA-06]") {
+TEST_CASE("an early-stop guard in one thread does not change regions run in another", "[rule-3]") {
   Calls tail;
   auto f = [&](const Tensor& t) {
     const Tensor h = t.sin().cos();
@@ -220,7 +219,7 @@ TEST_CASE("an early-stop guard in one thread does not change regions run in anot
 }
 
 TEST_CASE("inside a recompute the phase is the frame's own, whatever surrounds the backward",
-          "[rule-3][GUA-10][WRP-11]") {
+          "[rule-3]") {
   std::vector<remat::PhaseInfo> seen;
   std::vector<std::pair<bool, bool>> flags;
   auto note = [&] {

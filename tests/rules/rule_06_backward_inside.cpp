@@ -1,27 +1,13 @@
 // Rule 6: gradients taken inside a region, and of regions, to any order.
 
-#include <torch/csrc/autograd/generated/Functions.h>
-
-#include <future>
-
+#include "tests/support/functions.h"
+#include "tests/support/maps.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Map = std::function<Tensor(const Tensor&)>;
-
-Map c(Map f) {
-  return [f = std::move(f)](const Tensor& x) { return remat::checkpoint(f, x); };
-}
-/// d f(x) / d x as a differentiable map.
-Map grad(Map f) {
-  return [f = std::move(f)](const Tensor& x) {
-    return torch::autograd::grad({f(x).sum()}, {x}, {}, std::nullopt, /*create_graph=*/true)[0];
-  };
-}
-Tensor sin_exp_sin(const Tensor& x) { return x.sin().exp().sin(); }
 
 void require_close(const Tensor& actual, const Tensor& expected) {
   INFO("actual:\n" << actual << "\nexpected:\n" << expected);
@@ -31,7 +17,7 @@ void require_close(const Tensor& actual, const Tensor& expected) {
 // ---- create_graph inside a region
 
 TEST_CASE("gradients taken inside regions, and of regions, equal plain ones to third order",
-          "[rule-6][NST-01][BIC-02]") {
+          "[rule-6]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const remat::EarlyStopGuard guard(early_stop);
@@ -85,7 +71,7 @@ struct Product : torch::autograd::Function<Product> {
   }
 };
 
-TEST_CASE("inside a region a gradient can be taken of a gradient twice", "[rule-6][BIC-04]") {
+TEST_CASE("inside a region a gradient can be taken of a gradient twice", "[rule-6]") {
   const bool custom = GENERATE(true, false);
   const bool early_stop = GENERATE(true, false);
   CAPTURE(custom, early_stop);
@@ -106,7 +92,7 @@ TEST_CASE("inside a region a gradient can be taken of a gradient twice", "[rule-
   require_close(grad_of(y, {x})[0], grad_of(f(x), {x})[0]);
 }
 
-TEST_CASE("a second-order gradient through a region of matrices equals plain", "[rule-6][NEW-12]") {
+TEST_CASE("a second-order gradient through a region of matrices equals plain", "[rule-6]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const Tensor x = leaf({4, 5}), w = leaf({5, 3});
@@ -126,7 +112,7 @@ TEST_CASE("a second-order gradient through a region of matrices equals plain", "
 }
 
 TEST_CASE("a Function that saves input and output can be differentiated twice inside a region",
-          "[rule-6][MUL-08]") {
+          "[rule-6]") {
   struct Square : torch::autograd::Function<Square> {
     static Tensor forward(AutogradContext* ctx, const Tensor& x) {
       const Tensor y = x * x;
@@ -177,7 +163,7 @@ TEST_CASE("a gradient taken inside a region without retain_graph leaves dead slo
 }
 
 TEST_CASE("a second backward inside a region asks for retain_graph as plain execution does",
-          "[rule-6][MUL-07]") {
+          "[rule-6]") {
   const Tensor x = leaf({3});
   auto twice = [](Map inner, std::optional<bool> retain) {
     return [inner, retain](const Tensor& t) {
@@ -259,26 +245,6 @@ TEST_CASE("a backward inside a region's first run accumulates once", "[rule-6][r
   const Tensors grads = grads_of(true);
   CHECK(calls.count() == 2);
   require_bit_equal(grads, plain);
-}
-
-TEST_CASE("a recompute never runs ahead of the forward that waits for it", "[rule-6][rule-11]") {
-  const bool early_stop = GENERATE(true, false);
-  CAPTURE(early_stop);
-  const Tensor x = leaf({3});
-  Calls before, after;
-  const Tensor y = remat::checkpoint(
-      {.early_stop = early_stop},
-      [&](const Tensor& t) {
-        before();
-        const Tensor h = t.sin() * t;
-        const Tensor g = grad_of(h, {t}, {.retain_graph = true})[0];
-        after();
-        return h * g;
-      },
-      x);
-  CHECK(before.count() == 2);
-  CHECK(after.count() == 1);
-  require_bit_equal(grad_of(y, {x}), grad_of((x.sin() * x) * grad_of(x.sin() * x, {x})[0], {x}));
 }
 
 TEST_CASE("a backward inside a region ends at an input that has a history", "[rule-6][rule-2]") {
@@ -511,194 +477,6 @@ TEST_CASE("a backward inside a region over a graph that a nested region built", 
   require_close(y, f(x, false));
   for (int i = 0; i < 2; ++i) require_close(grad_of(y, {x}, {.retain_graph = true})[0], plain[0]);
   CHECK(remat::counters().recomputed_bytes_alive == 0);
-}
-
-TEST_CASE("a recompute for a backward inside runs nothing that comes after that backward",
-          "[rule-6][GUA-24]") {
-  // The hook's region reads an argument that the outer region saved, inside of the engine, where no
-  // recompute can be stopped; what follows saves nothing.
-  const bool accumulates = GENERATE(false, true);
-  const Tensor w = leaf({2});
-  int late = 0;
-  const auto f = [&](const Tensor& t) {
-    const Tensor y = w * 2;
-    y.register_hook([](const Tensor& g) {
-      const at::AutoGradMode with_grad(true);
-      const Tensor a = g.detach().requires_grad_();
-      const Tensor b = remat::checkpoint([](const Tensor& u) { return u.sin().exp(); }, a);
-      return g * grad_of(b, {a})[0];
-    });
-    if (accumulates)
-      y.backward(at::ones_like(y), /*retain_graph=*/true, /*create_graph=*/false, {{w}});
-    else
-      torch::autograd::grad({y}, {y}, {at::ones_like(y)}, /*retain_graph=*/true);
-    ++late;
-    t.mul_(3);  // in place, on the argument
-    return Tensors{t};
-  };
-  const Tensor x = leaf({2});
-  const Tensor plain = x * 1, checkpointed = x * 1;
-  const Tensors expected = f(plain);
-  w.mutable_grad().reset();
-  const Tensors results = remat::checkpoint(f, checkpointed);
-  CHECK(late == 2);
-  CHECK(at::equal(checkpointed, plain));
-  CHECK(checkpointed._version() == plain._version());
-  require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
-  w.mutable_grad().reset();
-}
-
-TEST_CASE(
-    "a recompute for a saved tensor that forward reads runs nothing that comes after that read",
-    "[rule-6][rule-5]") {
-  struct SavesOutput : torch::autograd::Function<SavesOutput> {
-    static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-      const Tensor y = x.exp();
-      ctx->save_for_backward({y});
-      return y;
-    }
-    static variable_list backward(AutogradContext* ctx, variable_list grads) {
-      return {grads[0] * ctx->get_saved_variables()[0]};
-    }
-  };
-  const bool by_function = GENERATE(false, true);
-  const Tensor w = leaf({2});
-  int late = 0;
-  Tensor read;
-  const auto f = [&](const Tensor& t) {
-    const Tensor y = by_function ? SavesOutput::apply(w) : w.exp();
-    const auto node = y.grad_fn();
-    if (by_function)
-      read =
-          dynamic_cast<torch::autograd::CppNode<SavesOutput>&>(*node).ctx_.get_saved_variables()[0];
-    else
-      read = dynamic_cast<torch::autograd::generated::ExpBackward0&>(*node).result_.unpack(node);
-    read = read.detach().clone();
-    ++late;
-    t.mul_(3);  // in place, on the argument
-    return Tensors{t};
-  };
-  const Tensor x = leaf({2});
-  const Tensor plain = x * 1, checkpointed = x * 1;
-  const Tensors expected = f(plain);
-  const Tensors results = remat::checkpoint(f, checkpointed);
-  CHECK(late == 2);
-  CHECK(at::equal(read, w.exp()));
-  CHECK(at::equal(checkpointed, plain));
-  require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
-}
-
-Tensor read_result(const Tensor& exponential) {
-  const auto node = exponential.grad_fn();
-  return dynamic_cast<torch::autograd::generated::ExpBackward0&>(*node).result_.unpack(node);
-}
-
-remat::SavedTensorHooksGuard copying_hooks() {
-  return remat::SavedTensorHooksGuard([](const Tensor& t) { return t.detach().clone(); },
-                                      [](const Tensor& t) { return t; });
-}
-
-TEST_CASE(
-    "a recompute that goes on past the point where forward waits does not write there unnoticed",
-    "[rule-6][rule-11]") {
-  // No recompute can be stopped while it waits for another thread, nor in a function that is
-  // noexcept.
-  const Tensor w = leaf({2}), x = leaf({2});
-  const auto f = [&w](const Tensor& t, auto&& wait_for) {
-    const Tensor y = (w * 2).exp();
-    const Tensor g = wait_for([&] { return grad_of(y, {w}, {.retain_graph = true})[0].detach(); });
-    t.mul_(3);
-    return t * g;
-  };
-  const auto here = [](auto&& gradient) { return gradient(); };
-  const auto elsewhere = [](auto&& gradient) {
-    return std::async(std::launch::async, gradient).get();
-  };
-  const auto by_thread = [&](const Tensor& t) { return f(t, elsewhere); };
-  const auto without_stop = [&](const Tensor& t) noexcept { return f(t, here); };
-  const Tensors expected = grad_of(f(x * 1, here), {x});
-  const remat::CheckpointOptions copies{.inputs = remat::InputMode::CopyOnWrite};
-  require_bit_equal(grad_of(remat::checkpoint(copies, by_thread, x * 1), {x}), expected);
-  require_bit_equal(grad_of(remat::checkpoint(copies, without_stop, x * 1), {x}), expected);
-  const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(by_thread, x * 1); });
-  CHECK(error.kind() == remat::CheckpointError::Kind::InputChanged);
-  CHECK_THAT(error.what(), contains("a recompute that forward waits for wrote to tensor 0"));
-}
-
-TEST_CASE("what a recompute has kept and changed in place since it does not read again",
-          "[rule-6][rule-10]") {
-  // The region inside waits for a recompute of its own, in forward and in each recompute of the one
-  // around it. There it would begin with the argument that its function has written to.
-  const auto check = GENERATE(remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values);
-  const auto inputs = GENERATE(remat::InputMode::Shared, remat::InputMode::CopyOnWrite);
-  CAPTURE(static_cast<int>(check), static_cast<int>(inputs));
-  const Tensor w = leaf({2}), b = leaf({2});
-  const auto f = [&](const Tensor& t) {
-    const Tensor s = remat::checkpoint(
-        {.determinism_check = check, .inputs = inputs},
-        [](const Tensor&, const Tensor& a) {
-          a.sin_();
-          return read_result(a.exp()).detach().clone();
-        },
-        t, t);
-    return b * s;
-  };
-  const Tensors expected = [&] {
-    const remat::DisableCheckpointGuard plain;
-    return grad_of(f(w * 1), {b});
-  }();
-  Tensor y;
-  {
-    const auto hooks = copying_hooks();
-    y = remat::checkpoint({.determinism_check = check}, f, w * 1);
-  }
-  if (inputs == remat::InputMode::CopyOnWrite) {
-    require_bit_equal(grad_of(y, {b}), expected);
-    return;
-  }
-  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {b}); });
-  CHECK(error.kind() == remat::CheckpointError::Kind::ValueMismatch);
-  CHECK_THAT(error.what(), contains("modified by an inplace operation"));
-  CHECK_THAT(error.what(),
-             contains("as an argument of a region inside, is at version 1; expected version 0"));
-}
-
-TEST_CASE(
-    "values are compared as they were when they were saved, whatever is written to them later",
-    "[rule-6][rule-10]") {
-  // In forward the function goes on after the point where a recompute ends.
-  const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
-                                         .inputs = remat::InputMode::CopyOnWrite};
-  const Tensor w = leaf({2}), x = leaf({2});
-  SECTION("an argument of a region inside, after a backward in there") {
-    const auto f = [&](const Tensor& t) {
-      return remat::checkpoint(
-          [&](const Tensor& a) {
-            const Tensor y = w / a;
-            grad_of(y, {y}, {.retain_graph = true});
-            a.sin_();
-            return a;
-          },
-          t);
-    };
-    const Tensors expected = [&] {
-      const remat::DisableCheckpointGuard plain;
-      return grad_of(f(x * 1), {x});
-    }();
-    require_bit_equal(grad_of(remat::checkpoint(options, f, x * 1), {x}), expected);
-  }
-  SECTION("a tensor that its own node saved, after a read of it") {
-    const auto f = [&](const Tensor& t) {
-      Tensor y = t.exp();
-      const Tensor read = read_result(y).detach().clone();
-      {
-        const at::NoGradGuard no_grad;
-        y.mul_(2);
-      }
-      return (t * read).sin();
-    };
-    require_bit_equal(grad_of(remat::checkpoint(options, f, x * 1), {x}), grad_of(f(x * 1), {x}));
-  }
 }
 
 }  // namespace

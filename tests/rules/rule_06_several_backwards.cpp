@@ -9,7 +9,7 @@ using torch::autograd::variable_list;
 
 // ---- several backward calls over one region
 
-TEST_CASE("the outputs of a region can be differentiated one after the other", "[rule-6][MUL-09]") {
+TEST_CASE("the outputs of a region can be differentiated one after the other", "[rule-6]") {
   const Tensor x = leaf({3});
   Calls calls;
   auto f = [](const Tensor& t) {
@@ -35,7 +35,7 @@ TEST_CASE("the outputs of a region can be differentiated one after the other", "
 }
 
 TEST_CASE("gradients for some inputs only are right, whatever is asked and in any order",
-          "[rule-6][NEW-14]") {
+          "[rule-6]") {
   Tensors leaves;
   for (int i = 0; i < 4; ++i) leaves.push_back(leaf({3, 3}));
   auto f = [](const Tensors& t) {
@@ -170,8 +170,7 @@ TEST_CASE("a stop that falls into backward calls nested in the region lets them 
   }
 }
 
-TEST_CASE("a region is recomputed on whatever thread a deeply nested backward runs",
-          "[rule-6][NEW-01]") {
+TEST_CASE("a region is recomputed on whatever thread a deeply nested backward runs", "[rule-6]") {
   const int64_t depth = GENERATE(as<int64_t>{}, 0, 80, 131);
   CAPTURE(depth);
   const Tensor x = leaf({3});

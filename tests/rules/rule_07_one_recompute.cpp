@@ -5,6 +5,7 @@
 #include <mutex>
 #include <thread>
 
+#include "tests/support/meeting.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -28,23 +29,6 @@ void in_threads(int count, F f) {
   for (std::thread& thread : threads) thread.join();
   for (const std::string& error : errors) FAIL_CHECK("in a thread: " << error);
 }
-
-/// A place where `count` threads wait for each other; says whether all came in time.
-class Meeting {
- public:
-  explicit Meeting(int count) : count_(count) {}
-  bool meet() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (++arrived_ >= count_) all_here_.notify_all();
-    return all_here_.wait_for(lock, std::chrono::seconds(20), [&] { return arrived_ >= count_; });
-  }
-
- private:
-  const int count_;
-  int arrived_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-};
 
 // ---- one per frame and task -------------------------------------------------------------------
 
@@ -81,7 +65,7 @@ TEST_CASE("one recompute serves all outputs that a backward starts from", "[rule
   CHECK(calls.count() == 2);
 }
 
-TEST_CASE("each backward recomputes each region of a chain once", "[rule-7][GUA-44]") {
+TEST_CASE("each backward recomputes each region of a chain once", "[rule-7]") {
   const Tensor x = leaf({2});
   std::vector<Calls> calls(10);
   Tensor y = x;
@@ -99,7 +83,7 @@ TEST_CASE("each backward recomputes each region of a chain once", "[rule-7][GUA-
 // ---- threads
 
 TEST_CASE("concurrent gradients over one retained region recompute once each, bit-equal",
-          "[rule-7][NEW-02]") {
+          "[rule-7]") {
   constexpr int threads = 4, times = 20;
   const Tensor x = leaf({16, 16});
   const std::unordered_map<std::string, Tensor> more{{"a", leaf({16, 16})}, {"b", leaf({16, 16})}};
@@ -122,8 +106,7 @@ TEST_CASE("concurrent gradients over one retained region recompute once each, bi
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
-TEST_CASE("concurrent gradients over nested regions recompute each once per backward",
-          "[rule-7][NEW-02]") {
+TEST_CASE("concurrent gradients over nested regions recompute each once per backward", "[rule-7]") {
   constexpr int threads = 4, times = 10;
   const Tensor x = leaf({8, 8});
   auto inner = [](const Tensor& t) { return t.sin().exp(); };
@@ -154,7 +137,7 @@ TEST_CASE("two backward passes over one region recompute it at the same time", "
   const auto [a, b] = remat::checkpoint(
       [&](const Tensor& t) {
         const Tensor h = t.sin();
-        if (remat::is_recomputing()) met += meeting.meet();
+        if (remat::is_recomputing()) met += meeting.wait();
         const Tensor first = h.exp();
         return std::pair(first, t.cos());
       },
@@ -169,13 +152,13 @@ TEST_CASE("two backward passes over one region recompute it at the same time", "
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
-TEST_CASE("two regions recompute at the same time in different threads", "[rule-7][GUA-26]") {
+TEST_CASE("two regions recompute at the same time in different threads", "[rule-7]") {
   const Tensor x = leaf({50}), z = leaf({50});
   Meeting meeting(2);
   std::atomic<int> met{0};
   auto f = [&](const Tensor& t) {
     const Tensor h = t.sin();
-    if (remat::is_recomputing()) met += meeting.meet();
+    if (remat::is_recomputing()) met += meeting.wait();
     return h.exp();
   };
   const Tensor a = remat::checkpoint(f, x), b = remat::checkpoint(f, z);
@@ -212,7 +195,7 @@ TEST_CASE("a recompute may wait for another thread's backward over the same regi
   y = {};
 }
 
-TEST_CASE("a first run may wait for another thread's first run and recompute", "[rule-7][GUA-26]") {
+TEST_CASE("a first run may wait for another thread's first run and recompute", "[rule-7]") {
   // No lock is shared across the functions of regions that share no tensor.
   Meeting forward(2), recompute(2);
   std::atomic<int> met{0};
@@ -223,7 +206,7 @@ TEST_CASE("a first run may wait for another thread's first run and recompute", "
     const Tensor& x = leaves[static_cast<size_t>(i)];
     const Tensor y = remat::checkpoint(
         [&](const Tensor& t) {
-          met += (remat::is_recomputing() ? recompute : forward).meet();
+          met += (remat::is_recomputing() ? recompute : forward).wait();
           return t.cos().tanh();
         },
         x);
@@ -233,7 +216,7 @@ TEST_CASE("a first run may wait for another thread's first run and recompute", "
   for (size_t i = 0; i < 2; ++i) require_bit_equal(results[i], plain[i]);
 }
 
-TEST_CASE("two threads train two models that share no tensors", "[rule-7][GUA-26]") {
+TEST_CASE("two threads train two models that share no tensors", "[rule-7]") {
   constexpr int steps = 30;
   auto train = [](uint64_t seed, bool drop) {
     at::Tensor w = at::arange(64, at::kFloat).reshape({8, 8}).mul(0.01).add(0.001 * seed).sin();
@@ -262,7 +245,7 @@ TEST_CASE("two threads train two models that share no tensors", "[rule-7][GUA-26
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16][THR-01]") {
+TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16]") {
   const Tensor x = leaf({3});
   std::atomic<int> packs{0}, unpacks{0};
   const remat::SavedTensorHooksGuard hooks(
@@ -288,7 +271,7 @@ TEST_CASE("hook guards belong to their thread", "[rule-7][rule-16][THR-01]") {
 }
 
 TEST_CASE("what worker threads of a region save is kept plainly, and the gradients are right",
-          "[rule-7][THR-02]") {
+          "[rule-7]") {
   constexpr int replicas = 4;
   constexpr int64_t side = 64;
   const Tensor w = leaf({side, side}), bias = leaf({side});
@@ -317,8 +300,7 @@ TEST_CASE("what worker threads of a region save is kept plainly, and the gradien
   CHECK(done.now().tensors_recomputed == 1);
 }
 
-TEST_CASE("ten threads run forward and backward of regions on their own leaves",
-          "[rule-7][THR-04]") {
+TEST_CASE("ten threads run forward and backward of regions on their own leaves", "[rule-7]") {
   constexpr int threads = 10;
   Tensors leaves;
   for (int i = 0; i < threads; ++i) leaves.push_back(leaf({6, 6}));
@@ -332,8 +314,7 @@ TEST_CASE("ten threads run forward and backward of regions on their own leaves",
   CHECK(done.now().recomputes == threads);
 }
 
-TEST_CASE("ten threads run forward and backward of regions on one shared leaf",
-          "[rule-7][THR-04]") {
+TEST_CASE("ten threads run forward and backward of regions on one shared leaf", "[rule-7]") {
   constexpr int threads = 10;
   const Tensor x = leaf({6, 6}, at::kDouble);
   auto f = [](const Tensor& t) { return t.mm(t).sin(); };

@@ -42,8 +42,7 @@ Tensor foo(Tensor x, Tensor y, Tensor z) {
   return Repeats::apply(x, y, z);
 }
 
-TEST_CASE("a Function that reads its saved tensors twice reads the same values",
-          "[rule-9][MUL-02]") {
+TEST_CASE("a Function that reads its saved tensors twice reads the same values", "[rule-9]") {
   times_to_read = GENERATE(1, 2, 5);
   const bool early_stop = GENERATE(true, false);
   CAPTURE(times_to_read, early_stop);
@@ -61,7 +60,7 @@ TEST_CASE("a Function that reads its saved tensors twice reads the same values",
   if (times_to_read == 1) CHECK(calls.count() == 3);
 }
 
-TEST_CASE("with strict_unpack a second read in one backward is an error", "[rule-9][MUL-02]") {
+TEST_CASE("with strict_unpack a second read in one backward is an error", "[rule-9]") {
   times_to_read = 2;
   const Tensor x = leaf_of(1), y = leaf_of(2), z = leaf_of(3);
   Calls calls;

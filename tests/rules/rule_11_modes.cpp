@@ -9,38 +9,13 @@
 
 #include <thread>
 
+#include "tests/support/autocast.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-/// autocast on the CPU, as torch.autocast opens it.
-class Autocast {
- public:
-  explicit Autocast(bool enabled = true, at::ScalarType dtype = at::kBFloat16, bool cache = true)
-      : enabled_(at::autocast::is_autocast_enabled(at::kCPU)),
-        cache_(at::autocast::is_autocast_cache_enabled()),
-        dtype_(at::autocast::get_autocast_dtype(at::kCPU)) {
-    at::autocast::set_autocast_enabled(at::kCPU, enabled);
-    at::autocast::set_autocast_dtype(at::kCPU, dtype);
-    at::autocast::set_autocast_cache_enabled(cache);
-    at::autocast::increment_nesting();
-  }
-  ~Autocast() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, enabled_);
-    at::autocast::set_autocast_dtype(at::kCPU, dtype_);
-    at::autocast::set_autocast_cache_enabled(cache_);
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  bool enabled_, cache_;
-  at::ScalarType dtype_;
-};
 
 /// What a thread has set, to be compared before and after.
 struct Ambient {
@@ -77,7 +52,7 @@ Tensors grad_in_thread(const Tensor& y, const Tensors& inputs, GradOptions optio
 // ---- autocast
 
 TEST_CASE("a parameter that changed is noticed behind autocast's cast of its view",
-          "[rule-10][rule-11][GUA-01]") {
+          "[rule-10][rule-11]") {
   struct Use {
     const char* what;
     std::function<Tensor(const Tensor& x, const Tensor& w)> run;
@@ -97,7 +72,7 @@ TEST_CASE("a parameter that changed is noticed behind autocast's cast of its vie
       CAPTURE(use.what, cache);
       const Tensor x = leaf({4, 4}), w = leaf({4, 4});
       const auto forward = [&](bool drop) {
-        const Autocast autocast(true, at::kBFloat16, cache);
+        const Autocast autocast({.cache = cache});
         const auto f = [&](const Tensor& t) { return use.run(t, w).sin(); };
         return drop ? remat::checkpoint(f, x) : f(x);
       };
@@ -129,10 +104,10 @@ TEST_CASE("a recompute runs under forward's autocast, whatever surrounds the bac
   auto run = [&](bool drop) {
     Tensor y;
     {
-      const Autocast forward(in_forward);
+      const Autocast forward({.enabled = in_forward});
       y = drop ? remat::checkpoint({.early_stop = early_stop}, f, x) : f(x);
     }
-    const Autocast backward(in_backward, at::kHalf, false);
+    const Autocast backward({.enabled = in_backward, .dtype = at::kHalf, .cache = false});
     const Ambient before = ambient();
     const Tensors grads = grad_of(y, {x, w});
     CHECK(ambient() == before);
@@ -160,14 +135,14 @@ TEST_CASE("autocast changed inside the region, its dtype and its cache flag are 
     note();
     Tensor h = t.mm(w);
     {
-      const Autocast off(false);
+      const Autocast off({.enabled = false});
       note();
       h = h.to(at::kFloat).mm(w);
     }
     note();
     return h.mm(w).to(at::kFloat).sin();
   };
-  const Autocast on(true, at::kHalf, cache);
+  const Autocast on({.dtype = at::kHalf, .cache = cache});
   const Tensors plain = grad_in_thread(f(x), {x, w});
   seen.clear();
   const Tensor y = remat::checkpoint(f, x);
@@ -178,7 +153,7 @@ TEST_CASE("autocast changed inside the region, its dtype and its cache flag are 
 }
 
 TEST_CASE("sibling regions that share a weight under autocast do not mismatch",
-          "[rule-11][rule-10][GUA-08]") {
+          "[rule-11][rule-10]") {
   const bool cache = GENERATE(true, false);
   const bool backward_inside = GENERATE(true, false);
   const bool early_stop = GENERATE(true, false);
@@ -189,7 +164,7 @@ TEST_CASE("sibling regions that share a weight under autocast do not mismatch",
     auto region = [&](const Tensor& t) {
       return drop ? remat::checkpoint({.early_stop = early_stop}, layer, t) : layer(t);
     };
-    auto autocast = std::make_unique<Autocast>(true, at::kBFloat16, cache);
+    auto autocast = std::make_unique<Autocast>(AutocastOptions{.cache = cache});
     const Tensor a = region(x);
     const Tensor b = region(a);
     const Tensor c = layer(b);  // plain, with the weight cast inside a region
@@ -206,14 +181,14 @@ TEST_CASE("sibling regions that share a weight under autocast do not mismatch",
   CHECK(done.now().recomputes == 6);
 }
 
-TEST_CASE("a weight changed between the passes raises under autocast too", "[rule-11][GUA-01]") {
+TEST_CASE("a weight changed between the passes raises under autocast too", "[rule-11]") {
   const bool cache = GENERATE(true, false);
   CAPTURE(cache);
   Tensor w = leaf({8, 8});
   const Tensor x = leaf({8, 8});
   Tensor y;
   {
-    const Autocast on(true, at::kBFloat16, cache);
+    const Autocast on({.cache = cache});
     y = remat::checkpoint([&](const Tensor& t) { return t.mm(w).sin(); }, x);
   }
   {
@@ -244,7 +219,7 @@ TEST_CASE("a recompute neither fills nor clears the caller's autocast cache", "[
 // ---- grad mode, inference mode, hooks
 
 TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward has set",
-          "[rule-11][GUA-07]") {
+          "[rule-11]") {
   const Tensor x = leaf({4});
   std::vector<Ambient> seen;
   auto f = [&](const Tensor& t) {
@@ -256,7 +231,7 @@ TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward
   Tensors grads;
   bool is_unchanged = false;
   std::thread([&] {
-    const Autocast autocast(true, at::kHalf);
+    const Autocast autocast({.dtype = at::kHalf});
     at::NoGradGuard no_grad;
     const Ambient before = ambient();
     grads = grad_of(y, {x}, {.retain_graph = true});
@@ -371,7 +346,7 @@ TEST_CASE("a recompute sees no vmap mode around backward", "[rule-11]") {
   }
 }
 
-TEST_CASE("in inference mode a region runs plainly", "[rule-11][NEW-10]") {
+TEST_CASE("in inference mode a region runs plainly", "[rule-11]") {
   const Tensor x = leaf({4});
   Counted done;
   Calls calls;
@@ -412,7 +387,7 @@ struct NotesState : torch::autograd::Function<NotesState> {
 };
 
 TEST_CASE("a recompute leaves hooks, grad mode and autocast of the backward's thread alone",
-          "[rule-11][NEW-05]") {
+          "[rule-11]") {
   const bool early_stop = GENERATE(true, false);
   const bool create_graph = GENERATE(true, false);
   const bool hooks_open = GENERATE(true, false);

@@ -7,14 +7,13 @@
 #include <future>
 #include <thread>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 namespace {
 
-Tensor dropout(const Tensor& t, double p = 0.5) { return at::dropout(t, p, /*train=*/true); }
-
 TEST_CASE("draws of another thread during a recompute are noticed or undone, never used",
-          "[rule-11][GUA-26]") {
+          "[rule-11]") {
   // Ones in, so the gradient of two dropouts must be the output itself.
   const int disturbed = GENERATE(1, 1000000);
   CAPTURE(disturbed);
@@ -40,8 +39,7 @@ TEST_CASE("draws of another thread during a recompute are noticed or undone, nev
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
-TEST_CASE("another thread's draws are neither lost nor repeated by a recompute",
-          "[rule-11][GUA-26]") {
+TEST_CASE("another thread's draws are neither lost nor repeated by a recompute", "[rule-11]") {
   const Seed seed(13);
   const Tensor x = at::ones({100}).requires_grad_();
   const Tensor y = remat::checkpoint([](const Tensor& t) { return dropout(t); }, x);
@@ -90,7 +88,7 @@ class RecomputeThatWaits {
 };
 
 TEST_CASE("a recompute that ends while another region draws does not make its numbers unknown",
-          "[rule-11][GUA-26]") {
+          "[rule-11]") {
   const bool draws = GENERATE(true, false);
   CAPTURE(draws);
   const Tensor x = at::ones({400}).requires_grad_();
@@ -107,7 +105,7 @@ TEST_CASE("a recompute that ends while another region draws does not make its nu
 }
 
 TEST_CASE("the recompute of a region that draws nothing leaves other threads' draws alone",
-          "[rule-11][GUA-26]") {
+          "[rule-11]") {
   const Seed seed(14);
   RecomputeThatWaits other(/*draws=*/false);
   const Tensor first = at::rand({8});
@@ -116,8 +114,7 @@ TEST_CASE("the recompute of a region that draws nothing leaves other threads' dr
   CHECK_FALSE(at::equal(first, second));
 }
 
-TEST_CASE("a region that draws nothing is not disturbed by another thread's draws",
-          "[rule-11][GUA-26]") {
+TEST_CASE("a region that draws nothing is not disturbed by another thread's draws", "[rule-11]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const Tensor x = leaf({100});
@@ -135,7 +132,7 @@ TEST_CASE("a region that draws nothing is not disturbed by another thread's draw
 }
 
 TEST_CASE("threads that train with dropout beside a thread that draws get their own masks",
-          "[rule-11][GUA-26]") {
+          "[rule-11]") {
   std::atomic<bool> stop{false};
   std::atomic<int> right{0};
   std::thread beside([&] {
@@ -162,8 +159,7 @@ void draw_elsewhere(int64_t n) {
   std::thread([n] { at::rand({n}); }).join();
 }
 
-TEST_CASE("draws of another thread that end at the same position change no numbers",
-          "[rule-11][GUA-26]") {
+TEST_CASE("draws of another thread that end at the same position change no numbers", "[rule-11]") {
   const bool nested = GENERATE(false, true);
   CAPTURE(nested);
   const Tensor x = at::ones({64}).requires_grad_();
@@ -179,7 +175,7 @@ TEST_CASE("draws of another thread that end at the same position change no numbe
   require_bit_equal(grad_of(y, {x}), {y.detach()});
 }
 
-TEST_CASE("another thread's draws between a region's own are no part of it", "[rule-11][GUA-26]") {
+TEST_CASE("another thread's draws between a region's own are no part of it", "[rule-11]") {
   const bool in_recompute = GENERATE(false, true);
   CAPTURE(in_recompute);
   const Tensor x = at::ones({30}).requires_grad_();
@@ -196,7 +192,7 @@ TEST_CASE("another thread's draws between a region's own are no part of it", "[r
   require_bit_equal(grad_of(y, {x}), {y.detach()});
 }
 
-TEST_CASE("a recompute leaves the default generator alone while it runs", "[rule-11][GUA-26]") {
+TEST_CASE("a recompute leaves the default generator alone while it runs", "[rule-11]") {
   const Seed seed(15);
   const Tensor x = at::ones({64}).requires_grad_();
   Tensor before, drawn;
@@ -219,7 +215,7 @@ TEST_CASE("a recompute leaves the default generator alone while it runs", "[rule
 }
 
 TEST_CASE("a thread that the function starts draws other numbers, which is never silent",
-          "[rule-11][GUA-26]") {
+          "[rule-11]") {
   const Tensor x = leaf({16});
   const bool saved_early = GENERATE(false, true);
   CAPTURE(saved_early);
@@ -258,8 +254,7 @@ Tensor draw_past_operators(const Tensor& t, at::CPUGeneratorImpl& generator) {
   return t * at::full({8}, static_cast<double>(generator.random() % 97));
 }
 
-TEST_CASE("another thread's draw does not explain away one that passed no operator",
-          "[rule-11][GUA-26]") {
+TEST_CASE("another thread's draw does not explain away one that passed no operator", "[rule-11]") {
   const Tensor x = at::ones({8}).requires_grad_();
   auto* const generator = at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
   const auto f = [&](const at::Generator& of_the_other) {
@@ -280,7 +275,7 @@ TEST_CASE("another thread's draw does not explain away one that passed no operat
   CHECK(error.kind() == remat::CheckpointError::Kind::RecomputeFailed);
 }
 
-TEST_CASE("an LSTM beside a thread that draws all the time raises no alarm", "[rule-11][GUA-26]") {
+TEST_CASE("an LSTM beside a thread that draws all the time raises no alarm", "[rule-11]") {
   // Its operator saves a workspace of which it never writes all bytes.
   std::atomic<bool> stop{false};
   std::atomic<int> drawn{0};
@@ -307,7 +302,7 @@ struct Nothing final : remat::StateProvider {
 };
 
 TEST_CASE("recomputes that use the same providers in opposite orders do not wait for each other",
-          "[rule-11][state][GUA-26]") {
+          "[rule-11][state]") {
   using remat::StateProviderGuard;
   const auto a = std::make_shared<Nothing>(), b = std::make_shared<Nothing>(),
              middle = std::make_shared<Nothing>();

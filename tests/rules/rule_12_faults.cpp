@@ -2,16 +2,13 @@
 
 #include <torch/library.h>
 
+#include "tests/support/fault.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct Fault : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 /// Throws a Fault from the n-th operator call of this thread and of the backward passes it runs,
 /// above autograd and inside kernels alike.
@@ -89,7 +86,7 @@ std::pair<Tensor, Tensor> eventful(const Tensor& x, const Tensor& w) {
 }
 
 TEST_CASE("a fault at any operator of forward leaves nothing, and a retry equals plain",
-          "[rule-12][GUA-28]") {
+          "[rule-12]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const remat::EarlyStopGuard guard(early_stop);
@@ -130,7 +127,7 @@ TEST_CASE("a fault at any operator of forward leaves nothing, and a retry equals
 }
 
 TEST_CASE("a fault at any operator of backward leaves nothing, and a retry is bit-equal",
-          "[rule-12][GUA-28][NEW-06]") {
+          "[rule-12]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const remat::EarlyStopGuard guard(early_stop);
@@ -163,8 +160,7 @@ TEST_CASE("a fault at any operator of backward leaves nothing, and a retry is bi
   CHECK(remat::counters().frames_alive == 2);
 }
 
-TEST_CASE("running out of memory anywhere leaves nothing, and a retry is bit-equal",
-          "[rule-12][GUA-28]") {
+TEST_CASE("running out of memory anywhere leaves nothing, and a retry is bit-equal", "[rule-12]") {
   constexpr int64_t side = 64, bytes_of_one = side * side * 4;
   const Tensor x = leaf({side, side}), w = leaf({side, side});
   auto block = [&](const Tensor& t) { return at::dropout(t.mm(w).tanh().sin(), 0.2, true).exp(); };

@@ -5,6 +5,7 @@
 
 #include <exception>
 
+#include "tests/support/functions.h"
 #include "tests/support/support.h"
 
 namespace {
@@ -74,16 +75,10 @@ void on_small_stack(F f) {
   if (job.error) std::rethrow_exception(job.error);
 }
 
-enum class Backward { None, Once, Retained };
-
-void run_backward(Backward backward, const Tensor& y) {
-  if (backward != Backward::None) y.sum().backward({}, backward == Backward::Retained);
-}
-
 // ---- chains
 
 TEST_CASE("long chains are freed on a small stack, with and without a backward before",
-          "[rule-13][LIF-14]") {
+          "[rule-13]") {
   constexpr int num_nodes = 150000 / fewer, num_regions = 100000 / fewer;
   enum class Chain { Nodes, Regions, CapturedRegions };
   const Chain chain = GENERATE(Chain::Nodes, Chain::Regions, Chain::CapturedRegions);
@@ -139,7 +134,7 @@ TEST_CASE("long chains are freed on a small stack, with and without a backward b
   CHECK(bytes.held() == 0);
 }
 
-TEST_CASE("ten thousand regions in a chain run forward and backward", "[rule-13][GUA-24]") {
+TEST_CASE("ten thousand regions in a chain run forward and backward", "[rule-13]") {
   constexpr int count = 10000, size = 16;
   constexpr int64_t tensor_bytes = size * 4;
   const bool early_stop = GENERATE(true, false);
@@ -184,7 +179,7 @@ Tensor nest(int depth, bool before, Calls& calls, const Tensor& x) {
       x);
 }
 
-TEST_CASE("a thousand nested regions run forward and backward", "[rule-13][GUA-24]") {
+TEST_CASE("a thousand nested regions run forward and backward", "[rule-13]") {
   const bool before = GENERATE(true, false);
   // Where the operator comes after the inner region, each level runs all levels below it again.
   const int depth = (before ? 1000 : 300) / (is_instrumented ? 5 : 1);
@@ -211,8 +206,7 @@ TEST_CASE("a thousand nested regions run forward and backward", "[rule-13][GUA-2
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("regions without end in one another end in an error on a small stack",
-          "[rule-13][GUA-24]") {
+TEST_CASE("regions without end in one another end in an error on a small stack", "[rule-13]") {
 #if defined(__SANITIZE_THREAD__)
   return;  // it keeps a second stack of its own, which ends first
 #endif
@@ -243,7 +237,7 @@ TEST_CASE("regions without end in one another end in an error on a small stack",
 TEST_CASE(
     "a backward through more levels than the stack can hold ends in an error, on a larger "
     "one it works",
-    "[rule-13][rule-12][GUA-24]") {
+    "[rule-13][rule-12]") {
   if (is_instrumented) return;  // the stack that is small enough here is not small enough there
   const bool before = GENERATE(true, false);
   CAPTURE(before);

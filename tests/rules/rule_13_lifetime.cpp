@@ -6,35 +6,19 @@
 
 #include <thread>
 
+#include "tests/support/functions.h"
+#include "tests/support/maps.h"
 #include "tests/support/support.h"
 
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Map = std::function<Tensor(const Tensor&)>;
-
-Map c(Map f) {
-  return [f = std::move(f)](const Tensor& x) { return remat::checkpoint(f, x); };
-}
-/// d f(x) / d x as a differentiable map.
-Map grad(Map f) {
-  return [f = std::move(f)](const Tensor& x) {
-    return torch::autograd::grad({f(x).sum()}, {x}, {}, std::nullopt, /*create_graph=*/true)[0];
-  };
-}
-Tensor sin_exp_sin(const Tensor& x) { return x.sin().exp().sin(); }
-
-enum class Backward { None, Once, Retained };
-
-void run_backward(Backward backward, const Tensor& y) {
-  if (backward != Backward::None) y.sum().backward({}, backward == Backward::Retained);
-}
 
 // ---- graphs die by reference count -------------------------------------------------------------
 
 TEST_CASE("the graph of any composition of regions and gradients is freed by reference count",
-          "[rule-13][LIF-01][NST-01]") {
+          "[rule-13]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const remat::EarlyStopGuard guard(early_stop);
@@ -75,7 +59,7 @@ TEST_CASE("the graph of any composition of regions and gradients is freed by ref
 }
 
 TEST_CASE("chains of a few and of many nodes inside one region are freed by reference count",
-          "[rule-13][LIF-20]") {
+          "[rule-13]") {
   const int length = GENERATE(3, 2000);
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(length, static_cast<int>(backward));
@@ -114,7 +98,7 @@ struct HoldsProbe final : torch::autograd::FunctionPostHook {
   Alive::Probe probe;
 };
 
-TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13][LIF-17]") {
+TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13]") {
   enum class Hook { None, OnTensor, OnNode };
   const bool custom = GENERATE(false, true);
   const Hook hook = GENERATE(Hook::None, Hook::OnTensor, Hook::OnNode);
@@ -145,7 +129,7 @@ TEST_CASE("a node made inside a region is freed whatever hook it has", "[rule-13
   CHECK(bytes.held() == 0);
 }
 
-TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-13][LIF-10]") {
+TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-13]") {
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(static_cast<int>(backward));
   const Alive alive;
@@ -164,7 +148,7 @@ TEST_CASE("a tensor hook on a region's result is freed with the graph", "[rule-1
   CHECK(hook_calls.count() == (backward == Backward::None ? 0 : 1));
 }
 
-TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13][LIF-15]") {
+TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13]") {
   const Backward backward = GENERATE(Backward::None, Backward::Once, Backward::Retained);
   CAPTURE(static_cast<int>(backward));
   LiveBytes bytes;
@@ -184,7 +168,7 @@ TEST_CASE("retain_grad on a region's result makes no cycle", "[rule-13][LIF-15]"
   CHECK(bytes.held() == 0);
 }
 
-TEST_CASE("a leaf is held until the last output of a region's node goes", "[rule-13][LIF-19]") {
+TEST_CASE("a leaf is held until the last output of a region's node goes", "[rule-13]") {
   const Tensor x = leaf({3, 4});
   const size_t before = x.use_count();
   Calls calls;

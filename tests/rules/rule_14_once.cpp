@@ -294,7 +294,7 @@ Tensors many_results(const Tensor& a, const Tensor& b, const Tensor& p, const Te
   return results;
 }
 
-TEST_CASE("outputs require grad as plain ones do, whatever is frozen", "[rule-14][GUA-37]") {
+TEST_CASE("outputs require grad as plain ones do, whatever is frozen", "[rule-14]") {
   const auto bits = static_cast<unsigned>(GENERATE(range(0, 16)));
   const bool nested = GENERATE(false, true);
   CAPTURE(bits, nested);
@@ -332,7 +332,7 @@ TEST_CASE("outputs require grad as plain ones do, whatever is frozen", "[rule-14
 }
 
 TEST_CASE("a region between frozen and trained layers asks for what plain execution asks for",
-          "[rule-14][GUA-37]") {
+          "[rule-14]") {
   const Tensor x = at::randn({128, 128});
   const Tensor frozen = at::randn({128, 128}), trained = leaf({128, 128});
   KernelCounter kernels;

@@ -6,9 +6,9 @@
 
 #include <string>
 
+#include "tests/support/policies.h"
 #include "tests/support/saving_functions.h"
 #include "tests/support/support.h"
-#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::CheckpointError;
@@ -19,21 +19,6 @@ using remat::PolicyContext;
 using remat::SelectiveOptions;
 
 namespace {
-
-CheckpointOptions with(Policy policy, bool early_stop = true) {
-  return {.early_stop = early_stop, .policy = std::move(policy)};
-}
-CheckpointOptions saving(std::vector<std::string> ops, SelectiveOptions options = {},
-                         bool early_stop = true) {
-  return with(remat::save_ops(std::move(ops), options), early_stop);
-}
-Policy everything() {
-  return [](const PolicyContext&) { return CheckpointPolicy::MustSave; };
-}
-
-CheckpointError::Kind kind_of(const Tensor& y, const Tensors& inputs) {
-  return error_of<CheckpointError>([&] { grad_of(y, inputs); }).kind();
-}
 
 /// Counts what passes, and doubles it on the way.
 struct Doubling {
@@ -270,94 +255,6 @@ TEST_CASE("the kept product of a transposed input is hidden from hooks unless th
   }
 }
 
-TEST_CASE("a kept result that is changed in place is an error unless that is allowed",
-          "[rule-15]") {
-  const Tensor x = leaf({3, 3});
-  const auto f = [](const Tensor& x) {
-    Tensor y = x.mm(x);
-    y.add_(1);
-    return y.sin();
-  };
-  CHECK(kind_of(checkpoint(saving({"aten::mm"}), f, x), {x}) ==
-        CheckpointError::Kind::SelectiveMutation);
-  require_same_grads(
-      f,
-      [&](const Tensor& x) {
-        return checkpoint(saving({"aten::mm"}, {.allow_cache_entry_mutation = true}), f, x);
-      },
-      x);
-  // After the region, through its result.
-  const auto g = [](const Tensor& x) { return x.mm(x); };
-  const auto h = [&](const Tensor& x) {
-    Tensor y = checkpoint(saving({"aten::mm"}, {.allow_cache_entry_mutation = true}), g, x);
-    y.mul_(2);
-    return y.exp();
-  };
-  require_same_grads([&](const Tensor& x) { return g(x).mul_(2).exp(); }, h, x);
-}
-
-TEST_CASE("what a composite operator writes to its own kept part is kept as written", "[rule-15]") {
-  const Tensor x = leaf({2, 3, 4}), w = leaf({5, 4}), b = leaf({5});
-  KernelCounter kernels;
-  // As linear does where it does not take addmm: the result of mm is written through another
-  // tensor.
-  const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
-    Tensor y = at::_unsafe_view(x.reshape({6, 4}).mm(w.t()), {2, 3, 5});
-    y.add_(b).mul_(2);
-    return y.sigmoid().exp();
-  };
-  const auto g = [&](const Tensor& x, const Tensor& w, const Tensor& b) {
-    return checkpoint(saving({"aten::mm"}), f, x, w, b);
-  };
-  require_same_grads(f, g, x, w, b);
-  const Tensor y = g(x, w, b);
-  kernels.reset();
-  grad_of(y, {x, w, b}, {.retain_graph = true});
-  CHECK(kernels.count("mm") == 2);  // of the gradients
-  kernels.reset();
-  grad_of(y, {x, w, b});
-  CHECK(kernels.count("mm") == 2);
-  // Read before it was written, it has to be computed again.
-  const auto read = [](const Tensor& x, const Tensor& w, const Tensor& b) {
-    const Tensor product = x.reshape({6, 4}).mm(w.t());
-    const Tensor before = product.detach().sigmoid();
-    Tensor y = at::_unsafe_view(product, {2, 3, 5});
-    y.add_(b);
-    return (y.sigmoid() * before.view({2, 3, 5})).exp();
-  };
-  require_same_grads(
-      read,
-      [&](const Tensor& x, const Tensor& w, const Tensor& b) {
-        return checkpoint(saving({"aten::mm"}), read, x, w, b);
-      },
-      x, w, b);
-}
-
-TEST_CASE("keeping everything lets go of blank tensors that are filled", "[rule-15]") {
-  const Tensor x = leaf({32});
-  const auto f = [](const Tensor& x) {
-    Tensor filled = at::empty_like(x.detach()).fill_(3);
-    filled.add_(at::zeros({32}).normal_());
-    return at::dropout(x.sin() * filled, 0.5, true).exp();
-  };
-  require_same_grads(
-      {.kept = {"sin", "exp"}, .again = {"fill_.Scalar"}}, f,
-      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
-}
-
-TEST_CASE("in-place operators after a kept result that they do not write work", "[rule-15]") {
-  const Tensor x = leaf({3, 3});
-  const auto f = [](const Tensor& x) {
-    Tensor y = x.mm(x).sin();
-    y.mul_(2);
-    y.narrow(0, 0, 1).add_(1);
-    return y.mm(x).exp();
-  };
-  require_same_grads(
-      {.kept = {"mm"}, .again = {"sin", "exp"}}, f,
-      [&](const Tensor& x) { return checkpoint(saving({"aten::mm"}), f, x); }, x);
-}
-
 TEST_CASE("keeping everything keeps no more than plain autograd", "[rule-15]") {
   const Tensor x = leaf({64, 64});
   KernelCounter kernels;
@@ -450,38 +347,6 @@ TEST_CASE("a kept sigmoid around a dropout", "[rule-15]") {
   CHECK(kernels.count("native_dropout") == 1);
 }
 
-TEST_CASE("selective regions nest, and the innermost decides", "[rule-15]") {
-  const Tensor x = leaf({4, 4});
-  KernelCounter kernels;
-  const auto inner = [](const Tensor& x) { return x.mm(x).sigmoid().mm(x); };
-  const auto nested = [&](const CheckpointOptions& outer_options,
-                          const CheckpointOptions& inner_options) {
-    const auto outer = [=](const Tensor& x) {
-      return checkpoint(inner_options, inner, x.mm(x).sin()).exp().mm(x);
-    };
-    const auto plain = [=](const Tensor& x) { return inner(x.mm(x).sin()).exp().mm(x); };
-    require_same_grads(
-        plain, [&](const Tensor& x) { return checkpoint(outer_options, outer, x); }, x);
-    const LiveBytes bytes;
-    const Tensor y = checkpoint(outer_options, outer, x);
-    const int64_t held = bytes.held() - static_cast<int64_t>(y.storage().nbytes());
-    kernels.reset();
-    grad_of(y, {x});
-    return std::pair(held / 64, kernels.count("mm"));
-  };
-  const auto save = saving({"aten::mm"});
-  const auto none = nested({}, {});
-  const auto outer = nested(save, {});
-  const auto inside = nested({}, save);
-  const auto both = nested(save, save);
-  CHECK(none.first == 0);
-  CHECK(inside.first == 0);  // the region around drops what the one inside keeps
-  CHECK(outer.first == 1);   // its own first product; the last one is nobody's need
-  CHECK(outer.second < none.second);
-  CHECK(inside.second < none.second);
-  CHECK(both.second < outer.second);
-}
-
 TEST_CASE("kept casts of autocast are replayed", "[rule-15]") {
   const Tensor x = leaf({4, 4}), w = leaf({4, 4});
   // Casts: of w, which autocast keeps in its cache and no policy is asked about, and of x.sin().
@@ -540,22 +405,6 @@ TEST_CASE("a plain number is kept", "[rule-15]") {
   require_same_grads(
       {.kept = {"_local_scalar_dense", "exp"}}, f,
       [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
-}
-
-TEST_CASE("a backward inside a selective region", "[rule-15]") {
-  const Tensor x = leaf({4, 4});
-  const auto f = [](const Tensor& x) {
-    const Tensor y = x.mm(x).sin().mm(x);
-    const Tensor slope =
-        torch::autograd::grad({y.exp().sum()}, {x}, {}, /*retain_graph=*/true, true)[0];
-    return (slope * y).sum();
-  };
-  const auto keeping = [&](const Policy& policy) {
-    return [&f, policy](const Tensor& x) { return checkpoint(with(policy), f, x); };
-  };
-  require_same_grads({.kept = {"mm"}, .again = {"sin"}}, f, keeping(remat::save_ops({"aten::mm"})),
-                     x);
-  require_same_grads({.kept = {"mm", "sin", "exp"}}, f, keeping(everything()), x);
 }
 
 TEST_CASE("a stateful policy keeps every second product", "[rule-15]") {
@@ -620,131 +469,6 @@ TEST_CASE("a mismatch that the function catches is an error all the same", "[rul
         CheckpointError::Kind::SelectiveMismatch);
 }
 
-TEST_CASE("what an inner region keeps does not make the outer one recompute in its own forward",
-          "[rule-15]") {
-  const Tensor x = leaf({4});
-  Calls outer_calls;
-  const auto inner = [](const Tensor& x) { return x.sin().cos().exp(); };
-  const auto f = [&](const Tensor& x) {
-    outer_calls();
-    return checkpoint(with(everything()), inner, x.exp()).sin();
-  };
-  for (const CheckpointOptions& options : {CheckpointOptions{}, with(everything())}) {
-    outer_calls.reset();
-    const Tensor y = checkpoint(options, f, x);
-    CHECK(outer_calls.count() == 1);
-    grad_of(y, {x});
-  }
-  require_same_grads([&](const Tensor& x) { return inner(x.exp()).sin(); },
-                     [&](const Tensor& x) { return checkpoint(f, x); }, x);
-}
-
-TEST_CASE("a result that an inner region keeps and changes is a selective error there too",
-          "[rule-15]") {
-  const Tensor x = leaf({4, 4});
-  const auto f = [](const Tensor& x, bool allowed) {
-    const Policy policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
-                        SelectiveOptions{.allow_cache_entry_mutation = allowed});
-    const auto inner = [](const Tensor& x) {
-      Tensor y = x.sin();
-      y.mul_(2);
-      return y.exp();
-    };
-    return checkpoint(with(policy), inner, x.cos()).sin();
-  };
-  const Tensor y = checkpoint(f, x, false);
-  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMutation);
-  require_same_grads([&](const Tensor& x) { return (x.cos().sin() * 2).exp().sin(); },
-                     [&](const Tensor& x) { return checkpoint(f, x, true); }, x);
-}
-
-TEST_CASE("what a region inside save_region keeps is kept by no slot of the region around",
-          "[rule-15]") {
-  const Tensor x = leaf({4});
-  for (const bool pins : {false, true}) {
-    const auto inner = [pins](const Tensor& x) {
-      const Tensor y = x.sin().cos();
-      return (pins ? remat::pin(y) : y).exp();
-    };
-    const auto f = [&](const Tensor& x) {
-      const auto body = [&](const Tensor& x) {
-        return checkpoint(with(pins ? Policy() : everything()), inner, x.exp()).cos();
-      };
-      return remat::save_region(body, x.cos()).sin();
-    };
-    require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin(); },
-                       [&](const Tensor& x) { return checkpoint(f, x); }, x);
-    require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
-                       [&](const Tensor& x) {
-                         return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); },
-                                           x);
-                       },
-                       x);
-  }
-}
-
-TEST_CASE("a result made by an operator that also writes an argument has an origin", "[rule-15]") {
-  const Tensor x = leaf({8});
-  // rrelu_with_noise fills `noise`. Its result outlives forward, so its storage is no proof.
-  std::vector<Tensor> alive;
-  const auto f = [&](const Tensor& x) {
-    const Tensor y = at::rrelu(x.sin(), 0.1, 0.4, true);
-    alive.push_back(y);
-    return y.exp().cos();
-  };
-  require_same_grads(
-      f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); }, x);
-  // Inside a region of its own, which only counts for the one around.
-  const auto g = [&](const Tensor& x) { return checkpoint(f, x).exp().cos(); };
-  require_same_grads([&](const Tensor& x) { return f(x).exp().cos(); },
-                     [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), g, x); }, x);
-  alive.clear();
-}
-
-TEST_CASE("everything is kept around operators that fill memory of their own", "[rule-15]") {
-  const Tensor x = leaf({32});
-  const auto f = [](const Tensor& x) {
-    // On a CPU dropout is empty_like and bernoulli_, rrelu empty_like and an operator that fills
-    // it.
-    return at::rrelu(at::dropout(x.sin(), 0.5, true).exp(), 0.1, 0.4, true).cos();
-  };
-  for (const Policy& policy : {everything(), remat::save_all_but_names({"none"})})
-    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
-}
-
-TEST_CASE("a write that counts up no version is seen", "[rule-15]") {
-  const Tensor x = leaf({8});
-  const auto f = [](const Tensor& x) {
-    Tensor noise = x.detach() * 0;  // kept, and then filled
-    const Tensor y = at::rrelu_with_noise(x.sin(), noise, 0.1, 0.4, true);
-    return (y * noise).exp();
-  };
-  const auto allowing = [](bool allowed) {
-    return with(Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
-                       SelectiveOptions{.allow_cache_entry_mutation = allowed}));
-  };
-  require_same_grads(f, [&](const Tensor& x) { return checkpoint(allowing(true), f, x); }, x);
-  CHECK(kind_of(checkpoint(allowing(false), f, x), {x}) ==
-        CheckpointError::Kind::SelectiveMutation);
-}
-
-TEST_CASE("a region without a policy is recomputed in the forward of one with a policy",
-          "[rule-15]") {
-  const Tensor x = leaf({4});
-  const auto inner = [](const Tensor& x) { return remat::pin(x.sin()).exp(); };
-  const auto f = [&](const Tensor& x) {
-    const Tensor a = x.cos();
-    const Tensor y = checkpoint(inner, a);
-    return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
-  };
-  require_same_grads(
-      [&](const Tensor& x) {
-        const Tensor a = x.cos(), y = inner(a);
-        return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
-      },
-      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
-}
-
 TEST_CASE("what the library computes for a check is not the region's", "[rule-15]") {
   const Tensor x = leaf({2, 3});
   const auto f = [](const Tensor& x) {
@@ -792,38 +516,6 @@ TEST_CASE("kept calls may read what pin, a name or save_region kept", "[rule-15]
         },
         x);
   }
-}
-
-TEST_CASE("a pinned value that was changed is said to be, whatever the region made anew before it",
-          "[rule-15][rule-10]") {
-  // fuzz_selective_233264. Mean and deviation were held for a name, a mask by the region inside.
-  const auto norm = [](const Tensor& x) { return remat::pin(at::layer_norm(x, {3})); };
-  const auto masked = [](const Tensor& x) {
-    const Tensor mask = x.detach() * 2;
-    const Tensor y = checkpoint([mask](const Tensor& x) { return x.sin() * mask; }, x);
-    return remat::pin(y * mask);
-  };
-  const Policy policy([](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; });
-  const CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
-                                  .policy = policy};
-  const Tensor x = leaf({3});
-  for (const auto& f : {std::function<Tensor(const Tensor&)>(norm), {masked}}) {
-    Tensor y = checkpoint(options, f, x);
-    y.mul_(2);
-    CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMutation);
-    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
-  }
-}
-
-TEST_CASE("a kept constant that is filled in place is made again", "[rule-15]") {
-  const Tensor x = leaf({3, 3});
-  const auto f = [](const Tensor& x) {
-    const Tensor mask = at::ones({3, 3}).tril_();
-    return (x * mask).exp().sin();
-  };
-  require_same_grads(
-      {.kept = {"exp", "sin"}, .again = {"tril_"}}, f,
-      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
 }
 
 TEST_CASE("what a hook changes on the way has the same origin", "[rule-15]") {
@@ -889,73 +581,6 @@ TEST_CASE("a policy that is asked again does not want back what a name let go", 
       },
       SelectiveOptions{.ask_again = true});
   require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
-}
-
-TEST_CASE("a named captured tensor that changed after forward is an error all the same",
-          "[rule-15][rule-10]") {
-  const auto names = [](const remat::PolicyContext& call) {
-    return call.name.empty() ? CheckpointPolicy::PreferRecompute : CheckpointPolicy::MustSave;
-  };
-  const Policy policy(names, {.allow_cache_entry_mutation = true});
-  const Tensor x = leaf({4}), captured = at::randn({4});
-  // Nothing that autograd saves is the captured tensor.
-  const Tensor y = checkpoint(
-      with(policy),
-      [&](const Tensor& t) { return t * remat::checkpoint_name(captured, "captured").sin(); }, x);
-  captured.add_(1);
-  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
-  CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
-}
-
-TEST_CASE("a value of a region inside that is named in a backward is kept itself", "[rule-15]") {
-  // Of no call of this region: none is kept in its place.
-  struct NamesWhatItSaved : torch::autograd::Function<NamesWhatItSaved> {
-    static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {
-      context->save_for_backward({t});
-      return t * 2;
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                   torch::autograd::variable_list grads) {
-      return {grads[0] * remat::checkpoint_name(context->get_saved_variables()[0], "value")};
-    }
-  };
-  const auto f = [](const Tensor& x) {
-    const Tensor y = x.sin();
-    const auto inner = [](const Tensor& t) { return NamesWhatItSaved::apply(t.exp()); };
-    const Tensor slope = grad_of(checkpoint(inner, y), {y})[0];
-    return (slope * y).exp();
-  };
-  const Tensor x = leaf({4});
-  KernelCounter kernels;
-  Warnings warnings;
-  const Tensor y = checkpoint(with(remat::save_names({"value"})), f, x);
-  kernels.reset();
-  const Tensor gradient = grad_of(y, {x})[0];
-  CHECK(kernels.count("sin") == 1);
-  // The backward makes this region recompute in the midst of forward, before it meets the name.
-  CHECK(warnings.texts.empty());
-  CHECK(bit_equal(gradient, grad_of(f(x), {x})[0]));
-}
-
-TEST_CASE("a named value that is changed in place is computed again where changes are allowed",
-          "[rule-15]") {
-  const bool allows = GENERATE(true, false);
-  const auto names = [](const remat::PolicyContext& call) {
-    return call.name.empty() ? CheckpointPolicy::PreferRecompute : CheckpointPolicy::MustSave;
-  };
-  const Policy policy(names, {.allow_cache_entry_mutation = allows});
-  // No call of the outer region makes it, so that the value itself is kept.
-  const auto f = [](const Tensor& x) {
-    const Tensor inner = checkpoint([](const Tensor& t) { return t.sin(); }, x);
-    const Tensor named = remat::checkpoint_name(inner, "inner");
-    const Tensor y = (named * 2).mm(x);
-    return (named.exp_() * y).tanh();
-  };
-  const Tensor x = leaf({4, 4});
-  const auto region = [&](const Tensor& t) { return checkpoint(with(policy), f, t); };
-  if (allows) return require_same_grads(f, region, x);
-  const auto error = error_of<remat::CheckpointError>([&] { grad_of(region(x), {x}); });
-  CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
 }
 
 TEST_CASE("what a call computed from a number is kept, by the number's value", "[rule-15]") {

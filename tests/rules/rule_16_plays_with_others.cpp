@@ -1,29 +1,19 @@
 // Rule 16: user hooks around, between and inside regions, and hooks on single saved tensors beside
 // them.
 
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/saved_variable_hooks.h>
-
+#include "tests/support/saved_hooks.h"
 #include "tests/support/saved_tensors.h"
+#include "tests/support/sizes.h"
 
 namespace {
-
-using torch::autograd::Engine;
-
-constexpr int64_t large = 100000;  // elements; a stop is worth its throw
 
 // Counting hooks that double what they pack and halve it again: a tensor of their own, exact.
 struct Doubling {
   Calls packs, unpacks;
   remat::SavedTensorHooksGuard open() {
-    return {counted(packs, [](const Tensor& t) { return t * 2; }),
-            counted(unpacks, [](const Tensor& t) { return t / 2; })};
+    return {counted(packs, doubled), counted(unpacks, halved)};
   }
 };
-
-bool hooks_are_active() {
-  return Engine::get_default_engine().get_default_saved_variable_hooks() != nullptr;
-}
 
 // ---- user hooks around and inside regions ------------------------------------------------------
 
@@ -44,7 +34,7 @@ TEST_CASE("user hooks around a region see its tensor arguments in order, once ea
           packed.push_back(t.detach());
           return t * 2;
         },
-        counted(unpacks, [](const Tensor& t) { return t / 2; }));
+        counted(unpacks, halved));
     y = remat::checkpoint(f, x, 0.5, Tensors{h, constant});
   }
   require_bit_equal(packed, {x, h, constant});
@@ -240,35 +230,20 @@ TEST_CASE("with checkpoints disabled user hooks see all that the function saves"
 
 // ---- hooks on one saved tensor -----------------------------------------------------------------
 
-class PerTensor final : public torch::autograd::SavedVariableHooks {
- public:
-  explicit PerTensor(Doubling& counts) : counts_(counts) {}
-  void call_pack_hook(const Tensor& tensor) override {
-    counts_.packs();
-    packed_ = tensor.detach() * 2;
-  }
-  Tensor call_unpack_hook() override {
-    counts_.unpacks();
-    return packed_ / 2;
-  }
-
- private:
-  Doubling& counts_;
-  Tensor packed_;
-};
+void register_doubling(torch::autograd::SavedVariable& saved, Doubling& counts) {
+  register_hooks(saved, counted(counts.packs, doubled), counted(counts.unpacks, halved));
+}
 
 TEST_CASE("hooks registered on single saved tensors work before and after regions", "[rule-16]") {
   const Tensor x = leaf({3});
   Doubling before_hooks, after_hooks;
   Calls calls;
   const Tensor before = x.sin();
-  saved_of(before, &nodes::SinBackward0::self_)
-      .register_hooks(std::make_unique<PerTensor>(before_hooks));
+  register_doubling(saved_of(before, &nodes::SinBackward0::self_), before_hooks);
   const Tensor in_region =
       remat::checkpoint(counted(calls, [](const Tensor& t) { return t.exp().cos(); }), before);
   const Tensor after = in_region.sin();
-  saved_of(after, &nodes::SinBackward0::self_)
-      .register_hooks(std::make_unique<PerTensor>(after_hooks));
+  register_doubling(saved_of(after, &nodes::SinBackward0::self_), after_hooks);
   const Tensors plain = grad_of(x.sin().exp().cos().sin(), {x});
   for (int i = 1; i <= 2; ++i) {
     require_bit_equal(grad_of(after, {x}, {.retain_graph = true}), plain);
@@ -287,9 +262,8 @@ TEST_CASE("hooks cannot be registered on a tensor that a region has packed, nor 
   Calls calls;
   const Tensor y =
       remat::checkpoint(counted(calls, [](const Tensor& t) { return t.exp().cos(); }), x);
-  CHECK_THROWS_WITH(
-      saved_of(y, &nodes::CosBackward0::self_).register_hooks(std::make_unique<PerTensor>(hooks)),
-      contains("hooks have already been set"));
+  CHECK_THROWS_WITH(register_doubling(saved_of(y, &nodes::CosBackward0::self_), hooks),
+                    contains("hooks have already been set"));
   CHECK(hooks.packs.count() == 0);
   CHECK(calls.count() == 1);
   require_bit_equal(grad_of(y, {x}), grad_of(x.exp().cos(), {x}));

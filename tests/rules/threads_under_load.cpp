@@ -34,7 +34,7 @@ void in_threads(int count, const std::function<void(int)>& work) {
   for (std::thread& each : threads) each.join();
 }
 
-TEST_CASE("eight threads train eight models with dropout", "[threads][rule-7][rule-11][GUA-26]") {
+TEST_CASE("eight threads train eight models with dropout", "[threads][rule-7][rule-11]") {
   std::atomic<int> right{0};
   in_threads(8, [&](int) {
     for (int round = 0; round < rounds; ++round) {
@@ -51,8 +51,7 @@ TEST_CASE("eight threads train eight models with dropout", "[threads][rule-7][ru
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("eight threads get the gradients that their masks ask for",
-          "[threads][rule-11][GUA-26]") {
+TEST_CASE("eight threads get the gradients that their masks ask for", "[threads][rule-11]") {
   // With ones in, the output of nested dropouts is its own derivative.
   std::atomic<int> right{0};
   in_threads(8, [&](int) {

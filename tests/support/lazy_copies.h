@@ -1,7 +1,10 @@
 #pragma once
-// Tells whether `InputMode::CopyOnWrite` defers its copies until a write.
+// Regions that keep copies of their arguments (`InputMode::CopyOnWrite`), and whether a copy waits
+// for a write.
 
 #include <c10/core/StorageImpl.h>
+
+#include "tests/support/support.h"
 
 namespace remat::testing {
 
@@ -10,5 +13,8 @@ namespace remat::testing {
 template <class Storage>
 constexpr bool tells_of_writes = requires(Storage& storage) { storage.has_materializer(); };
 constexpr bool has_lazy_copies = tells_of_writes<c10::StorageImpl>;
+
+/// Options of a region that keeps copies of its arguments.
+inline const CheckpointOptions copies{.inputs = InputMode::CopyOnWrite};
 
 }  // namespace remat::testing

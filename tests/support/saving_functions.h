@@ -32,6 +32,18 @@ struct SavesOutput : torch::autograd::Function<SavesOutput> {
   }
 };
 
+/// Saves its output, as LibTorch's exp does.
+struct SavesExp : torch::autograd::Function<SavesExp> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    const Tensor y = x.exp();
+    ctx->save_for_backward({y});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
+    return {g[0] * ctx->get_saved_variables()[0]};
+  }
+};
+
 struct ReadsTwice : torch::autograd::Function<ReadsTwice> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
     const Tensor inner = x.cos();
