@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
-    "code lines of lib, hooks and include": 31_497,
+    "code lines of lib, hooks and include": 31_507,
     "code lines of the Python package": 8_789,
-    "code lines in the closure of lib/frame": 11_985,
+    "code lines in the closure of lib/frame": 11_986,
     "classes with over 25 functions or 20 members": 15,
     "functions over 100 lines": 4,
 }
