@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import remat
-from common import SLOWNESS, Case, leaf, run_script
+from common import SLOWNESS, Case, leaf, run_script, whole
 
 LONGEST = 60 * SLOWNESS  # [seconds] of a test's threads
 
@@ -289,6 +289,7 @@ class Processes(Case):
     def test_fork_in_the_scope(self) -> None:
         self.check_script(FORK)
 
+    @whole
     def test_exit_with_live_graphs(self) -> None:
         for arguments in ((), ("left",), ("thread",), ("thread", "left")):
             self.check_script(EXIT, *arguments, says="done")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import unittest
 
-from common import Case, run_script
+from common import Case, run_script, whole
 
 BEGIN = """
 import torch, torch.utils.checkpoint
@@ -45,11 +45,13 @@ class Compiled(Case):
             check(region, fullgraph=True)
             """)
 
+    @whole
     def test_dynamo_is_there_before(self) -> None:
         program = "import torch._dynamo\n" + BEGIN + "check(lambda t: remat.checkpoint(function, t), fullgraph=True)\n"
         found = run_script(program, timeout=300)
         self.assertEqual(found.returncode, 0, found.stdout[-3000:])
 
+    @whole
     def test_what_upstream_has_not_breaks_the_graph(self) -> None:
         self.check("""
             policy = remat.save_matmuls()

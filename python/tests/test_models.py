@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
-from common import Case, run_script
+from common import Case, run_script, whole
 
 Run = Callable[..., Any]
 
@@ -306,6 +306,7 @@ if __name__ == "__main__":
 
 
 class Distributed(Case):
+    @whole
     def test_two_processes_with_gradients_in_common(self) -> None:
         if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
             self.skipTest("no Gloo")

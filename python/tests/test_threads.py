@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from common import SLOWNESS, Case, gradient, leaf, run_python, run_script
+from common import SLOWNESS, Case, gradient, leaf, run_python, run_script, whole
 
 
 def operators(x: torch.Tensor) -> torch.Tensor:
@@ -200,6 +200,7 @@ class Exits(Case):
                 done = run_script(HEAD + text)
                 self.assertEqual(done.returncode, 0, f"{name}: {done.stdout}")
 
+    @whole
     def test_a_daemon_thread_inside_a_region_does_not_abort_the_end(self) -> None:
         program = os.path.join(os.path.dirname(__file__), "exits.py")
         for side, case in (
