@@ -1,19 +1,27 @@
-"""What builds the Python package: meson-python, except that the metadata are there before anything is compiled.
+"""Builds the Python package: meson-python, with two differences.
 
-meson-python leaves that step out. Then pip compiles all to learn the metadata, and shows "Preparing metadata" for as long.
+The metadata are there before anything is compiled. meson-python leaves that step out; pip then compiles all to learn
+the metadata, and shows "Preparing metadata" for as long. A wheel requires the minor version of torch that it was built
+against; pyproject.toml can only say "torch".
 """
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import pathlib
+import re
+import subprocess
+import sys
 import sysconfig
+import zipfile
 from typing import Any
 
+import mesonpy
+import packaging.version
 import pyproject_metadata
 from mesonpy import (  # noqa: F401
-    build_editable,
     build_sdist,
-    build_wheel,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -24,14 +32,60 @@ try:
 except ImportError:  # before Python 3.11
     import tomli as tomllib  # type: ignore[import-not-found, no-redef]
 
+TREE = pathlib.Path(__file__).resolve().parent.parent.parent
+
 # Meson and the other tools are found where pip has installed them, too, in an environment that is not activated.
 os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', os.defpath), sysconfig.get_path('scripts')])
+
+
+def requires_torch() -> str:
+    """The versions of torch that a wheel is for: those with the minor version of the one that is installed."""
+    asked = subprocess.run([sys.executable, TREE / 'tools/find_torch.py', '--python', sys.executable],
+                           env={**os.environ, 'TORCH_ROOT': ''}, text=True, stdout=subprocess.PIPE)
+    if asked.returncode:
+        sys.exit(1)    # the script has said why
+    major, minor = map(int, asked.stdout.splitlines()[2].split('.')[:2])
+    return f'Requires-Dist: torch>={major}.{minor},<{major}.{minor + 1}'
+
+
+def narrowed(metadata: str) -> str:
+    return re.sub(r'^Requires-Dist: torch$', requires_torch(), metadata, flags=re.M)
+
+
+def narrow(wheel: pathlib.Path) -> None:
+    """Writes the requirement into a wheel's METADATA, and the new checksum into its RECORD."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = [(info, archive.read(info)) for info in archive.infolist()]
+    metadata = next(narrowed(data.decode()).encode() for info, data in files if info.filename.endswith('.dist-info/METADATA'))
+    digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b'=').decode()
+    with zipfile.ZipFile(wheel, 'w', zipfile.ZIP_DEFLATED) as archive:
+        for info, data in files:
+            if info.filename.endswith('.dist-info/METADATA'):
+                data = metadata
+            elif info.filename.endswith('.dist-info/RECORD'):
+                line = rf'\1,sha256={digest},{len(metadata)}'
+                data = re.sub(r'^(.*\.dist-info/METADATA),.*$', line, data.decode(), flags=re.M).encode()
+            archive.writestr(info, data)
+
+
+def build_wheel(folder: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+    name: str = mesonpy.build_wheel(folder, settings, metadata)
+    narrow(pathlib.Path(folder, name))
+    return name
+
+
+def build_editable(folder: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+    name: str = mesonpy.build_editable(folder, settings, metadata)
+    narrow(pathlib.Path(folder, name))
+    return name
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
     with open('pyproject.toml', 'rb') as file:
         metadata = pyproject_metadata.StandardMetadata.from_pyproject(tomllib.load(file), pathlib.Path.cwd())
+    stated = (TREE / 'include/remat/version.h').read_text().split('"')[1]
+    metadata.version = packaging.version.Version(stated)
     folder = pathlib.Path(metadata_directory, f'{metadata.name}-{metadata.version}.dist-info')
     folder.mkdir()
-    (folder / 'METADATA').write_bytes(bytes(metadata.as_rfc822()))
+    (folder / 'METADATA').write_text(narrowed(str(metadata.as_rfc822())))
     return folder.name

@@ -13,6 +13,7 @@ Threads: everything here may be called from any thread; a guard is the affair of
 from __future__ import annotations
 
 from ._extension import _remat as _remat  # first: it says what is wrong if the extension does not fit
+from . import _build
 from ._errors import CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (
@@ -122,7 +123,7 @@ is_checkpointing = _remat.is_checkpointing
 is_recomputing = _remat.is_recomputing
 save_region = _remat.save_region
 
-__version__ = "0.1.0"
+__version__ = _build.version
 
 register_when_imported()
 

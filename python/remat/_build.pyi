@@ -1,3 +1,4 @@
-"""What this package was built against; written by the build."""
+"""The package's version, and the torch that it was built against; written by the build."""
 
+version: str
 torch_version: str

@@ -6,21 +6,24 @@ import atexit
 import weakref
 from typing import Any
 
-import torch
-
 from . import _build
 
+_major, _minor = map(int, _build.torch_version.split(".")[:2])
+_wanted = f"pip install 'torch>={_major}.{_minor},<{_major}.{_minor + 1}'"
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        f"remat was built against torch {_build.torch_version}, and no torch is installed. Hint: {_wanted}."
+    ) from None
 
-def _release(version: str) -> str:
-    return version.split("+")[0]
-
-
-# One binary serves exactly the LibTorch that it was built against: the layouts of its classes differ.
-if _release(torch.__version__) != _release(_build.torch_version):
+# One binary serves one minor version of LibTorch: the layouts of classes differ between them.
+if torch.__version__.split(".")[:2] != [str(_major), str(_minor)]:
     raise ImportError(
         f"remat was built against torch {_build.torch_version}, and torch {torch.__version__} is installed. "
-        "Hint: build remat against this torch (pip install --no-build-isolation --force-reinstall .), or install "
-        "the other one."
+        f"Hint: {_wanted}, or build remat against this one: pip install --no-build-isolation remat-{_build.version}.tar.gz"
     )
 
 try:
