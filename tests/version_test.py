@@ -10,8 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STATED = {
     "CHANGELOG.md": r"^## (\d+\.\d+\.\d+)",
     "README.md": r"find_package\(remat (\d+\.\d+)|remat-(\d+\.\d+\.\d+)",
-    "docs/from-python.md": r"remat-(\d+\.\d+\.\d+)",
-    "docs/installing.md": r"find_package\(remat (\d+\.\d+)|remat-(\d+\.\d+\.\d+)|GIT_TAG v(\d+\.\d+\.\d+)",
+    "docs/installing.md": r"find_package\(remat (\d+\.\d+)|remat-(\d+\.\d+\.\d+)|`v(\d+\.\d+\.\d+)`",
     "packaging/conan/test_package/CMakeLists.txt": r"find_package\(remat (\d+\.\d+)",
     "tests/install/cmake/CMakeLists.txt": r"find_package\(remat (\d+\.\d+)",
 }

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""run.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT: builds examples/quickstart.cpp the three ways a user may.
+"""run.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT [ARCHIVE]: builds examples/quickstart.cpp the ways a user may.
 
-As a Meson subproject, against an installed remat through pkg-config, and through CMake. Each program must print
-what examples/quickstart.expected says. The work folder stays in the build folder, so that a second run has
-little to do. The last line printed is `N passed, N failed`.
+As a Meson subproject, and against an installed remat through pkg-config and CMake. With a binary archive of a release,
+against the unpacked archive: through pkg-config, CMake and Meson. Each program must print what
+examples/quickstart.expected says. The work folder stays in the build folder, so that a second run has little to do. The
+last line printed is `N passed, N failed`.
 """
 import os
 import pathlib
@@ -15,7 +16,7 @@ import sys
 import tarfile
 
 HERE = pathlib.Path(__file__).resolve().parent
-SOURCE, BUILD, TORCH = map(pathlib.Path, sys.argv[1:4])
+SOURCE, BUILD, TORCH, *ARCHIVE = map(pathlib.Path, sys.argv[1:])
 sys.path.append(str(SOURCE / 'tools'))
 from compare_output import differs  # noqa: E402
 
@@ -71,9 +72,20 @@ def through_pkg_config():
 def through_cmake():
     build = WORK / 'cmake'
     call('cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', build, f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
-         f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}')
+         f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}', *([f'-DTORCH_ROOT={TORCH}'] if ARCHIVE else []))
     call('cmake', '--build', build, '--parallel', JOBS)
     return build / 'quickstart'
+
+
+def through_meson():
+    project = WORK / 'by-meson'
+    project.mkdir(exist_ok=True)
+    shutil.copy2(HERE / 'subproject/meson.build', project)
+    shutil.copy2(QUICKSTART, project)
+    shutil.rmtree(project / 'build', ignore_errors=True)
+    call(*MESON, 'setup', project / 'build', project, f'-Dpkg_config_path={find_in_stage("remat.pc")}')
+    call('ninja', '-C', project / 'build', '-j', JOBS)
+    return project / 'build/quickstart'
 
 
 SHIM = '''// Stands for another LibTorch: says of itself that it is one.
@@ -120,6 +132,17 @@ def refuses_other_headers():
     return '' if run.returncode != 0 and wanted in said else f'it did not say "{wanted}":\n{run.stdout}'
 
 
+def says_where_no_torch_is():
+    """What CMake says where the folder that the archive names does not exist: empty if that is right."""
+    environment = {name: value for name, value in os.environ.items() if name != 'TORCH_ROOT'}
+    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-none', f'-DQUICKSTART={QUICKSTART}',
+                          f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'], text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    wanted = 'Hint: -DTORCH_ROOT=/folder'
+    said = ' '.join(run.stdout.split())
+    return '' if run.returncode != 0 and wanted in said else f'it did not say "{wanted}":\n{run.stdout}'
+
+
 def from_a_wrap():
     """A project that has the wrap file of a release finds remat: empty if it can be configured."""
     project = WORK / 'wrapped'
@@ -127,11 +150,12 @@ def from_a_wrap():
     (project / 'subprojects/packagefiles').mkdir(parents=True)
     shutil.copy2(HERE / 'subproject/meson.build', project)
     shutil.copy2(QUICKSTART, project)
-    archive = project / 'subprojects/packagefiles/remat-0.1.0.tar.xz'
+    name = f'remat-{version()}'
+    archive = project / f'subprojects/packagefiles/{name}.tar.xz'
     with tarfile.open(archive, 'w:xz', preset=0) as tar:
-        for name in ('meson.build', 'meson_options.txt', 'LICENSE', 'README.md', 'CHANGELOG.md', 'docs', 'include', 'hooks', 'lib',
-                     'packaging', 'python', 'tools', 'subprojects'):
-            tar.add(SOURCE / name, f'remat-0.1.0/{name}', filter=lambda each: None if '/.git' in each.name else each)
+        for part in ('meson.build', 'meson_options.txt', 'LICENSE', 'README.md', 'CHANGELOG.md', 'docs', 'include', 'hooks', 'lib',
+                     'packaging', 'python', 'tools', 'subprojects', 'examples'):
+            tar.add(SOURCE / part, f'{name}/{part}', filter=lambda each: None if '/.git' in each.name else each)
     (project / 'subprojects/remat.wrap').write_text(output_of(sys.executable, SOURCE / 'packaging/make_wrap.py', archive))
     call(*MESON, 'setup', project / 'build', project, f'-Dremat:torch_root={TORCH}', stdout=subprocess.DEVNULL)
     return ''
@@ -143,15 +167,33 @@ def has_papers():
     return f'not installed: {", ".join(missing)}' if missing else ''
 
 
+def version():
+    return re.search(r'REMAT_VERSION "(.*?)"', (SOURCE / 'include/remat/version.h').read_text())[1]
+
+
 def compiler():
     return shlex.split(os.environ.get('CXX', 'g++'))
 
 
+def unpack(archive):
+    """As docs/installing.md says."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(STAGE)
+    facts = find_in_stage('remat.pc') / 'remat.pc'
+    facts.write_text(re.sub(r'^torch_root=.*', f'torch_root={TORCH}', facts.read_text(), flags=re.M))
+
+
 def main():
     shutil.rmtree(STAGE, ignore_errors=True)
-    call(*MESON, 'install', '-C', BUILD, '--no-rebuild', '--quiet', env=dict(os.environ, DESTDIR=str(STAGE)))
+    ways = (as_subproject, through_pkg_config, through_cmake)
+    checks = ((refuses_another_torch, 'pkg-config'), (refuses_other_headers, 'cmake'), (has_papers, ''), (from_a_wrap, ''))
+    if ARCHIVE:
+        unpack(*ARCHIVE)
+        ways, checks = (through_pkg_config, through_cmake, through_meson), (*checks[:3], (says_where_no_torch_is, 'cmake'))
+    else:
+        call(*MESON, 'install', '-C', BUILD, '--no-rebuild', '--quiet', env=dict(os.environ, DESTDIR=str(STAGE)))
     passed = failed = 0
-    for way in (as_subproject, through_pkg_config, through_cmake):
+    for way in ways:
         name = way.__name__.replace('_', ' ')
         tool = {through_pkg_config: 'pkg-config', through_cmake: 'cmake'}.get(way)
         if tool and not shutil.which(tool):
@@ -163,7 +205,7 @@ def main():
             fault = f'{error}\n'
         print(f'{name}: {fault or "ok"}')
         passed, failed = passed + (not fault), failed + bool(fault)
-    for check, tool in ((refuses_another_torch, 'pkg-config'), (refuses_other_headers, 'cmake'), (has_papers, ''), (from_a_wrap, '')):
+    for check, tool in checks:
         if tool and not shutil.which(tool):
             continue
         try:

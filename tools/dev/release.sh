@@ -2,7 +2,7 @@
 set_up
 find_python
 if [[ ${1:-} == --check ]]; then
-  "$python" tests/install/release.py "$torch"
+  "$python" tests/install/release.py "$torch" "${@:2}"
   exit
 fi
 have doxygen || apt doxygen || fail "doxygen is needed."
