@@ -10,7 +10,7 @@ import torch
 
 from ._arguments import Bytes, Kind, add_kind, checked
 from ._arguments import _is_whole as is_whole
-from ._errors import BudgetExceeded, CheckpointError, ErrorKind
+from ._errors import CheckpointError, ErrorKind
 from ._extension import _remat
 from ._guards import Guard
 from ._observe import as_table, free_bytes
@@ -168,6 +168,3 @@ def budget(
         return _remat._open_budget(asked, device, over == "throw", least, check_values, moves)
 
     return Budget(f"remat.budget({bytes!r})", open)
-
-
-__all__ = ["Budget", "BudgetExceeded", "BudgetReport", "budget"]

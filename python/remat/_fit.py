@@ -266,6 +266,3 @@ def fit(
     return Fitted(
         stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving
     )
-
-
-__all__ = ["Fitted", "fit"]

@@ -454,32 +454,3 @@ def observe_recomputes(
 
 PhaseInfo = _remat.PhaseInfo
 current_phase = _remat.current_phase
-
-__all__ = [
-    "Guard",
-    "MemoryLimit",
-    "MoveCounts",
-    "Moves",
-    "PhaseInfo",
-    "Place",
-    "StateProvider",
-    "current_phase",
-    "debug",
-    "disable_checkpoint",
-    "disable_saved_tensors_hooks",
-    "early_stop",
-    "graph_exec_group",
-    "memory_limit",
-    "observe_recomputes",
-    "preserve_generator",
-    "record_allocations",
-    "recompute_cache",
-    "TierCounts",
-    "Tiers",
-    "save_as",
-    "save_elsewhere",
-    "save_in_tiers",
-    "save_on_cpu",
-    "save_on_disk",
-    "state_provider",
-]

@@ -542,21 +542,3 @@ def reset_unused_regions(model: nn.Module) -> None:
         region = _region_of(module)
         if region is not None:
             region.was_called = False
-
-
-__all__ = [
-    "Applied",
-    "Checkpointed",
-    "ChosenModule",
-    "ModuleChoice",
-    "RefusedModule",
-    "UnusedRegion",
-    "apply",
-    "is_checkpointed",
-    "plain_class",
-    "remove",
-    "reset_unused_regions",
-    "set_checkpoint_level",
-    "set_checkpointing",
-    "unused_regions",
-]

@@ -167,21 +167,3 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over the same graph.
     """
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
-
-
-__all__ = [
-    "DecisionReport",
-    "DeviceReport",
-    "EvictionReport",
-    "FailedAllocation",
-    "FileReport",
-    "HeldBytes",
-    "MemoryMeter",
-    "MoveReport",
-    "Recorder",
-    "RegionReport",
-    "Report",
-    "SavedTensor",
-    "free_bytes",
-    "saved_tensors",
-]

@@ -442,28 +442,3 @@ def checkpoint_sequential(
         first = plan.regions[-1].last + 1 if plan.regions else 1
         plan = Plan(plan.stages, [*plan.regions, (first, plan.stages)])
     return run(plan, functions, input, **{"input_mode": "copy_on_write", **options})
-
-
-__all__ = [
-    "ChainCost",
-    "Frontier",
-    "FrontierPoint",
-    "InfeasibleBudget",
-    "MoveCost",
-    "MoveOptions",
-    "Plan",
-    "PlanRegion",
-    "Simulation",
-    "StageCost",
-    "balanced_plan",
-    "checkpoint_sequential",
-    "free_budget",
-    "halving_plan",
-    "measure",
-    "mixed_plan",
-    "revolve_plan",
-    "run",
-    "simulate",
-    "solve",
-    "torch_sequential_plan",
-]

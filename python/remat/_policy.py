@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Callable, Union
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 from ._arguments import Bytes, add_kind, checked, checked_by, of_class
 from ._errors import translated
@@ -19,21 +19,6 @@ add_kind("Policy", of_class(Policy, "a remat.Policy"))
 checkpoint_name = _remat.checkpoint_name
 pin = _remat.pin
 
-__all__ = [
-    "CheckpointPolicy",
-    "Operator",
-    "Policy",
-    "PolicyContext",
-    "checkpoint_name",
-    "name_of",
-    "offload_names",
-    "offload_ops",
-    "pin",
-    "save_all_but_names",
-    "save_matmuls",
-    "save_names",
-    "save_ops",
-]
 
 Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
