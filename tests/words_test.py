@@ -19,7 +19,7 @@ LIMITS = {
     "doc comments of headers that begin with a fragment": 0,
     "doc comments of the library that begin with a fragment": 305,
     "sentences over 35 words": 46,
-    "what it, what is": 199,
+    "what it, what is": 198,
 }
 
 SOURCES = [file for folder in ("include", "lib", "hooks") for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".h", ".cpp")]

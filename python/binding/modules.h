@@ -103,12 +103,8 @@ class ModulesWatched {
   std::shared_ptr<void> guard_;
 };
 
-/// What errors call the tensors of the modules of a function that `run_region_of_modules` made;
-/// null for others. Without the interpreter's lock.
-const TensorNames* tensor_names_of(PyObject* function);
-
 /// As run_region, with the state of these modules: a new reference, or null with a Python error
-/// set.
+/// set. (module_calls.cpp)
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
                                 const std::vector<PyObject*>& modules);
 

@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "closures.h"
+#include "containers.h"
 #include "python.h"
 #include "remat/binding.h"
+#include "remat/options.h"
 #include "stop.h"
 
 namespace remat::python {
@@ -23,10 +25,14 @@ struct Call {
   PyObject* names;
   Py_ssize_t num_named() const { return names == nullptr ? 0 : PyTuple_GET_SIZE(names); }
   Py_ssize_t size() const { return num_positional + num_named(); }
+  /// The result as a new reference; null with a Python error set.
+  PyObject* run() const {
+    return in_python([&] {
+      return PyObject_Vectorcall(function, arguments, static_cast<std::size_t>(num_positional),
+                                 names);
+    });
+  }
 };
-
-/// The tensor that `object` is, or null.
-const at::Tensor* tensor_in(PyObject* object);
 
 /// Which arguments are inputs of a region. Other tensors are kept as they are, with their history.
 enum class InputArguments { Positional, All };
@@ -56,7 +62,9 @@ using HeldTensors = c10::SmallVector<at::Tensor, 2>;
 
 class Body final : public RegionBody {
  public:
-  Body(const Call& call, InputArguments inputs);
+  /// `names`: what errors call the tensors that the function uses; null for none. The function owns
+  /// them.
+  Body(const Call& call, InputArguments inputs, const TensorNames* names = nullptr);
   ~Body() override;
 
   void visit_inputs(TensorVisitor visitor) override;
@@ -68,7 +76,7 @@ class Body final : public RegionBody {
   bool stop_soon() override { return Rerun::stop_soon(this); }
   bool stop_at_region() override { return Rerun::set_stop(), true; }
   [[noreturn]] void raise(CheckpointError error) override;
-  const TensorNames* tensor_names() const override;
+  const TensorNames* tensor_names() const override { return tensor_names_; }
 
   /// What recomputes run in, a context manager; and what is called with an error about the region,
   /// to raise a better one. Null for none.
@@ -101,6 +109,7 @@ class Body final : public RegionBody {
   // The function; its arguments, null for an input.
   c10::SmallVector<PyObject*, 6> kept_;
   PyObject* names_;
+  const TensorNames* tensor_names_;
   uint32_t num_positional_;
   uint32_t num_arguments_;
   HeldTensors inputs_;  // until the library takes them
@@ -108,17 +117,10 @@ class Body final : public RegionBody {
   std::unique_ptr<Closures> closures_;  // null for none
 };
 
-/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries,
-/// and in the attributes of data classes.
-void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
-
-/// Options by the names of the keyword arguments of `checkpoint`; `modules` may be among them, or
-/// not, and are not in what is returned. Throws python_error or py::error_already_set for others.
-CheckpointOptions options_in(const py::dict& named, bool has_modules = false);
-
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error
-/// set.
-PyObject* run_region(const CheckpointOptions& options, const Call& call);
+/// set. `names` as of Body.
+PyObject* run_region(const CheckpointOptions& options, const Call& call,
+                     const TensorNames* names = nullptr);
 
 /// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do
 /// the same.

@@ -18,40 +18,40 @@ from ._extension import _remat as _remat  # first: it says what is wrong if the 
 from ._errors import BudgetExceeded, CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (
-    CheckpointPolicy, Policy, PolicyContext, checkpoint_name, offload_names, offload_ops, pin,
-    save_all_but_names, save_matmuls, save_names, save_ops,
+    CheckpointPolicy, Policy, offload_names, offload_ops, save_all_but_names, save_matmuls, save_names, save_ops,
 )
 from ._compiled import register_when_imported
 from ._drop_in import install, installed, is_installed, uninstall
 from ._choice import ModuleChoice
 from ._modules import (
-    Applied, Checkpointed, ChosenModule, RefusedModule, UnusedRegion, apply,
-    is_checkpointed, plain_class, remove, reset_unused_regions, set_checkpoint_level,
-    set_checkpointing, unused_regions,
+    Applied, Checkpointed, ChosenModule, RefusedModule, UnusedRegion, apply, is_checkpointed, remove,
+    reset_unused_regions, set_checkpoint_level, set_checkpointing, unused_regions,
 )
+from ._region_class import plain_class
 from ._guards import (
-    Guard, MemoryLimit, MoveCounts, Moves, PhaseInfo, Place, StateProvider, TierCounts, Tiers,
-    checkpoint_level, current_phase, debug, disable_checkpoint, disable_saved_tensors_hooks,
-    early_stop, graph_exec_group, memory_limit, observe_recomputes, preserve_generator,
-    record_allocations, recompute_cache, save_as, save_elsewhere, save_on_cpu, save_in_tiers,
-    save_on_disk, state_provider,
+    Guard, MemoryLimit, StateProvider, checkpoint_level, debug, disable_checkpoint,
+    disable_saved_tensors_hooks, early_stop, graph_exec_group, memory_limit, observe_recomputes,
+    preserve_generator, record_allocations, recompute_cache, state_provider,
 )
-from ._observe import (
-    DecisionReport, DeviceReport, EvictionReport, FailedAllocation, FileReport, HeldBytes,
-    MemoryMeter, MoveReport, Recorder, RegionReport, Report, SavedTensor, free_bytes, saved_tensors,
+from ._offload import (
+    MoveCounts, Moves, Place, TierCounts, Tiers, save_as, save_elsewhere, save_in_tiers, save_on_cpu,
+    save_on_disk,
 )
+from ._observe import Recorder, SavedTensor, free_bytes, saved_tensors
+from ._costs import ChainCost, MoveCost, MoveOptions, StageCost
 from ._plan import (
-    ChainCost, Frontier, FrontierPoint, InfeasibleBudget, MoveCost, MoveOptions, Plan, PlanRegion,
-    Simulation, StageCost, balanced_plan, checkpoint_sequential, free_budget, halving_plan, measure,
-    mixed_plan, revolve_plan, run, simulate, solve, torch_sequential_plan,
+    Frontier, FrontierPoint, InfeasibleBudget, Simulation, balanced_plan, checkpoint_sequential,
+    free_budget, halving_plan, measure, mixed_plan, revolve_plan, run, simulate, solve,
+    torch_sequential_plan,
 )
+from ._plan_region import PlanRegion
 from ._fit import Fitted, fit
-from ._budget import Budget, BudgetReport, budget
-
-counters = _remat.counters
-is_checkpointing = _remat.is_checkpointing
-is_recomputing = _remat.is_recomputing
-save_region = _remat.save_region
+from ._budget import Budget, budget
+from ._remat import (
+    BudgetReport, DecisionReport, DeviceReport, EvictionReport, FailedAllocation, FileReport,
+    HeldBytes, MemoryMeter, MoveReport, PhaseInfo, Plan, PolicyContext, RegionReport, Report,
+    checkpoint_name, counters, current_phase, is_checkpointing, is_recomputing, pin, save_region,
+)
 
 __version__ = "0.1.0"
 
