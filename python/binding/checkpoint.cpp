@@ -20,8 +20,8 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
       call_python(names().refuse_function, "remat.checkpoint", py::handle(call.function));
     PyObject* const module = module_in(call.function);
     if (keywords == nullptr) {
-      PyObject* const result = module == nullptr ? run_region(defaults, call)
-                                                 : run_region_of_modules(defaults, call, {module});
+      PyObject* const result =
+          module == nullptr ? run_region(defaults, call) : run_region(defaults, call, {module});
       if (result == nullptr && count == 1 && PyErr_ExceptionMatches(PyExc_TypeError) != 0)
         improve_error(names().unbound, call.function);
       return result;
@@ -40,8 +40,7 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
     const py::object kept_names = own_names.empty() ? py::object() : py::tuple(own_names);
     call.names = kept_names.ptr();
     call.arguments = own.data();
-    return given.modules.empty() ? run_region(given.options, call)
-                                 : run_region_of_modules(given.options, call, given.modules);
+    return run_region(given.options, call, given.modules);
   });
 }
 
@@ -49,8 +48,7 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   return returned([&] {
     const auto& options = py::handle(arguments[0]).cast<const CheckpointOptions&>();
-    return run_region_of_modules(options, {arguments[1], arguments + 2, count - 2, keywords},
-                                 {arguments[2]});
+    return run_region(options, {arguments[1], arguments + 2, count - 2, keywords}, {arguments[2]});
   });
 }
 

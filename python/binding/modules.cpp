@@ -374,7 +374,7 @@ ModuleState::Hold::~Hold() {
 }
 
 ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
-  if (!is_checkpointing() && !is_recomputing()) return;
+  if (modules.empty() || (!is_checkpointing() && !is_recomputing())) return;
   struct Guard {
     explicit Guard(const std::shared_ptr<torch::nn::Module>& stand_in)
         : kept(stand_in), region(*kept, typeid(StandIn), {}), guard(region) {}

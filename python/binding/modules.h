@@ -7,7 +7,8 @@
 #include <vector>
 
 #include "members.h"
-#include "region.h"
+#include "remat/binding.h"
+#include "remat/options.h"
 
 namespace torch::nn {
 class Module;
@@ -102,10 +103,5 @@ class ModulesWatched {
  private:
   std::shared_ptr<void> guard_;
 };
-
-/// As run_region, with the state of these modules: a new reference, or null with a Python error
-/// set. (module_calls.cpp)
-PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
-                                const std::vector<PyObject*>& modules);
 
 }  // namespace remat::python

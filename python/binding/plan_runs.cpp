@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "modules.h"
+#include "region.h"
 #include "remat/binding.h"
 #include "stop.h"
 

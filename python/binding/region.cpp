@@ -47,9 +47,8 @@ WithoutCompiler::~WithoutCompiler() {
 
 // ---- the body
 
-Body::Body(const Call& call, InputArguments inputs, const TensorNames* tensor_names)
+Body::Body(const Call& call, InputArguments inputs)
     : names_(new_reference(call.names)),
-      tensor_names_(tensor_names),
       num_positional_(static_cast<uint32_t>(call.num_positional)),
       num_arguments_(static_cast<uint32_t>(call.size())) {
   // A tuple of names alone: the collector would find out the same.
@@ -171,6 +170,8 @@ PyObject* Body::call_again(PyObject** arguments) {
   const auto function = py::reinterpret_steal<py::object>(
       closures_ == nullptr ? new_reference(kept_.front()) : closures_->function_again());
   if (!function) return nullptr;
+  std::optional<ModuleState::Hold> hold;
+  if (modules_ != nullptr) hold.emplace(*modules_);
   if (rare_ == nullptr || (rare_->recompute_context == nullptr && rare_->device_context == nullptr))
     return in_python([&] {
       return PyObject_Vectorcall(function.ptr(), arguments, num_positional_ | flag, names_);
@@ -226,7 +227,7 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
   }
   const WithoutCompiler uncompiled;
   Rerun rerun(this);
-  if (PyObject* const result = call_again(arguments.all.data() + 1))
+  if (PyObject* const result = returned([&] { return call_again(arguments.all.data() + 1); }))
     Py_DECREF(result);
   else if (!rerun.take_stop())
     throw_arriving(rerun.may_have_all());
@@ -285,24 +286,42 @@ bool warn_of_late_function(PyObject* result) {
 
 }  // namespace
 
-PyObject* run_region(const CheckpointOptions& options, const Call& call, const TensorNames* names) {
-  if (!opens_region(options)) return returned([&] { return call.run(); });
+PyObject* run_region(const CheckpointOptions& options, const Call& call,
+                     const std::vector<PyObject*>& modules) {
+  if (!opens_region(options))
+    return returned([&] {
+      const ModulesWatched watched(modules);  // a region around it sees to the modules
+      return call.run();
+    });
   return guarded([&]() -> PyObject* {
+    std::unique_ptr<Closures> closures;
+    std::unique_ptr<ModuleState> state;
+    std::optional<CheckpointOptions> with_state;
+    if (modules.empty()) {
+      closures = std::make_unique<Closures>(call.function);
+    } else {
+      state = std::make_unique<ModuleState>(modules);
+      state->note_members();
+      with_state = with_modules(options, *state);
+    }
     std::optional<GeneratorsKept> generators;
     if (options.preserve_rng_state) generators.emplace(call);
-    auto closures = std::make_unique<Closures>(call.function);
-    auto body = std::make_unique<Body>(call, InputArguments::All, names);
+    auto body = std::make_unique<Body>(call, InputArguments::All);
     Body& kept = *body;  // alive as long as the run
+    ModuleState* const noted = state.get();
+    if (state != nullptr) kept.keep(std::move(state));
     const HeldTensors held = kept.inputs();
-    ForwardRun region(options, std::move(body), FunctionFacts{.sees_end = true});
+    ForwardRun region(with_state ? *with_state : options, std::move(body),
+                      FunctionFacts{.sees_end = true});
     if (region.has_ended()) return nullptr;
     py::object result;
     {
       const WithoutCompiler uncompiled;
       result = py::reinterpret_steal<py::object>(call.run());
+      if (result && noted != nullptr) noted->settle();
     }
     if (!result) return nullptr;
-    if (!closures->is_empty()) kept.keep(std::move(closures));
+    if (closures != nullptr && !closures->is_empty()) kept.keep(std::move(closures));
     region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
     return warn_of_late_function(result.ptr()) ? result.release().ptr() : nullptr;
   });

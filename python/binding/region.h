@@ -10,6 +10,7 @@
 
 #include "closures.h"
 #include "containers.h"
+#include "modules.h"
 #include "python.h"
 #include "remat/binding.h"
 #include "remat/options.h"
@@ -62,9 +63,7 @@ using HeldTensors = c10::SmallVector<at::Tensor, 2>;
 
 class Body final : public RegionBody {
  public:
-  /// `names`: what errors call the tensors that the function uses; null for none. The function owns
-  /// them.
-  Body(const Call& call, InputArguments inputs, const TensorNames* names = nullptr);
+  Body(const Call& call, InputArguments inputs);
   ~Body() override;
 
   void visit_inputs(TensorVisitor visitor) override;
@@ -76,13 +75,15 @@ class Body final : public RegionBody {
   bool stop_soon() override { return Rerun::stop_soon(this); }
   bool stop_at_region() override { return Rerun::set_stop(), true; }
   [[noreturn]] void raise(CheckpointError error) override;
-  const TensorNames* tensor_names() const override { return tensor_names_; }
+  const TensorNames* tensor_names() const override { return modules_.get(); }
 
   /// What recomputes run in, a context manager; and what is called with an error about the region,
   /// to raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
   /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
   void keep(std::unique_ptr<Closures> closures);
+  /// Recomputes find the modules as they were.
+  void keep(std::unique_ptr<ModuleState> modules) { modules_ = std::move(modules); }
 
  private:
   /// The class and the attributes of an argument that is no plain tensor.
@@ -109,18 +110,18 @@ class Body final : public RegionBody {
   // The function; its arguments, null for an input.
   c10::SmallVector<PyObject*, 6> kept_;
   PyObject* names_;
-  const TensorNames* tensor_names_;
   uint32_t num_positional_;
   uint32_t num_arguments_;
   HeldTensors inputs_;  // until the library takes them
   std::unique_ptr<Rare> rare_;
-  std::unique_ptr<Closures> closures_;  // null for none
+  std::unique_ptr<Closures> closures_;    // null for none
+  std::unique_ptr<ModuleState> modules_;  // null for none
 };
 
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error
-/// set. `names` as of Body.
+/// set. With the state of these modules, if there are some: recomputes find it as it was.
 PyObject* run_region(const CheckpointOptions& options, const Call& call,
-                     const TensorNames* names = nullptr);
+                     const std::vector<PyObject*>& modules = {});
 
 /// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do
 /// the same.
