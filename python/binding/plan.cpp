@@ -12,6 +12,7 @@
 #include "fields.h"
 #include "moving.h"
 #include "plan_runs.h"
+#include "remat/binding.h"
 #include "remat/fit.h"
 #include "remat/options.h"
 #include "remat/plan.h"
