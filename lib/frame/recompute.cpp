@@ -50,23 +50,6 @@ class RunningNow {
   const RunningAttempt* const around_;
 };
 
-/// Gives the filler the restored storages and buffers, for this object's lifetime.
-class VouchedFor {
- public:
-  VouchedFor(Filler& filler, UserRestore& restore, bool is_compared) : filler_(filler) {
-    filler_.set_vouched(restore.written());
-    filler_.set_written(is_compared ? &restore : nullptr);
-  }
-  ~VouchedFor() {
-    filler_.set_vouched(nullptr);
-    filler_.set_written(nullptr);
-  }
-  VouchedFor& operator=(VouchedFor&&) = delete;
-
- private:
-  Filler& filler_;
-};
-
 /// Tells the record of a recompute, if there is one, when its function runs.
 class RecordedRun {
  public:
@@ -89,10 +72,11 @@ bool writes_buffers(Frame& frame) {
 }
 
 /// Returns the operands of forward that have changed. See Note [Captures that nothing saves].
-std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const Filler& filler) {
+std::vector<const CapturedOperand*> changed_operands(const Frame& frame,
+                                                     const SlotComparer& comparer) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
   // Except an argument that was written to and whose contents were restored.
-  std::erase_if(changed, [&](const CapturedOperand* each) { return filler.gives(*each); });
+  std::erase_if(changed, [&](const CapturedOperand* each) { return comparer.gives(*each); });
   return changed;
 }
 
@@ -108,8 +92,11 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       state != nullptr && state->has_users_providers())
     frame.visit_outside([&](at::Tensor known) { captured.push_back(std::move(known)); });
   UserRestore user_state(surroundings.user_state(), scope->own_lock(), captured, attempt.start);
-  const bool is_compared = filler.is_forward_over() && writes_buffers(frame);
-  const VouchedFor vouched(filler, user_state, is_compared);
+  SlotComparer& comparer = filler.comparer();
+  const bool is_forward_over = filler.progress().is_forward_over();
+  const bool is_compared = is_forward_over && writes_buffers(frame);
+  comparer.set_vouched(user_state.written());
+  if (is_compared) filler.stops().set_written(&user_state);
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
@@ -139,18 +126,18 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     const detail::StackSwap clean(scope);
     std::optional<seam::DispatchMode> dispatch_mode;
     if (frame.sees_operators()) dispatch_mode.emplace();
-    const OpLogScope logging(filler.log());
+    const OpLogScope logging(comparer.log());
     OutsideTensors outside;
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });
     scope->set_outside(&outside);
     scope->set_user_restore(&user_state);
-    const auto is_given = [&](const at::Tensor& tensor) { return filler.gives(tensor); };
+    const auto is_given = [&](const at::Tensor& tensor) { return comparer.gives(tensor); };
     std::optional<ChangedOperands> operands;
-    if (region.options.capture_check == CaptureCheck::Raise && filler.is_forward_over())
-      operands.emplace(frame.start(), frame.operands(), changed_operands(frame, filler),
+    if (region.options.capture_check == CaptureCheck::Raise && is_forward_over)
+      operands.emplace(frame.start(), frame.operands(), changed_operands(frame, comparer),
                        user_state.written(), is_given);
     const seam::OnlyNodeWatch watch(operands ? &*operands : nullptr);
-    filler.set_operands(operands ? &*operands : nullptr);
+    if (operands) comparer.set_operands(&*operands);
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();
@@ -165,10 +152,10 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       if (!filler.has_stopped()) throw;
     }
     user_scope.reset();
-    filler.set_operands(nullptr);
     scope->set_outside(nullptr);
     scope->set_user_restore(nullptr);
-    if (filler.has_changed_captures() && outside.has_written()) filler.blame_function();
+    comparer.differences().function_writes =
+        !comparer.differences().captures.empty() && outside.has_written();
     outside.finish(region);
     if (KeptReplay* const replay = scope->replay()) replay->end();
     filler.finish();
@@ -187,24 +174,28 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
 void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& scripts) {
   const Region& region = frame.region();
   const ForwardNotes& notes = frame.notes();
+  SlotComparer& comparer = filler.comparer();
   filler.rethrow_refusal();
   if (notes.has_scripts() && !ran_same_plans(notes.scripts(), scripts))
     throw_changed_script(region);
-  if (filler.has_other_numbers())
+  if (comparer.has_other_numbers())
     throw_recompute_failed(
         region, "the recompute gave other values than forward, in which another thread drew",
         "a thread that the function starts itself draws from the default CPU generator, or an "
         "operator of the region gives other values each time it runs",
         "draw on the thread that calls the region, or set preserve_rng_state = false if other "
         "numbers do no harm");
-  if (filler.has_too_many() || !filler.is_complete() || filler.has_differences())
-    filler.note_members(frame.surroundings().user_state());
-  if (filler.has_too_many() || !filler.is_complete())
-    throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
-                         filler.take_parting(), filler.log());
-  if (!filler.has_differences()) return;
-  if (Differences differences = filler.take_differences(); differences.any())
-    throw_differences(region, std::move(differences), filler.log());
+  const Progress& progress = filler.progress();
+  const bool is_other_count = progress.has_too_many() || !progress.is_complete();
+  if (!is_other_count && !comparer.differences().any()) return;
+  if (const UserState* const state = frame.surroundings().user_state())
+    for (const auto& flags : state->registered().flags)
+      comparer.differences().has_other_members |= flags->has_other_members();
+  Differences differences = filler.take_differences();
+  if (is_other_count)
+    throw_count_mismatch(region, progress.num_slots(), progress.num_seen, std::move(differences),
+                         comparer.take_parting(), comparer.log());
+  if (differences.any()) throw_differences(region, std::move(differences), comparer.log());
 }
 
 /// Runs the function with the replay of kept results. Returns false if the run must be repeated.
@@ -249,7 +240,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
     Inputs::Versions in_forward;
-    if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
+    if (!filler.progress().is_forward_over()) in_forward = frame->inputs().versions_in_forward();
     if (!run_and_replay(*frame, values, filler, scope, given.tensors, recorded.get(), attempt) ||
         !attempt.changed.empty()) {
       values.clear();

@@ -59,19 +59,19 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
   if (notes.has_run_backward())  // See Note [Accumulating once].
     if (auto leaves = notes.accumulated_leaves(); !leaves.is_empty())
       sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
-  if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.forbid_stop();
+  if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.stops().forbid();
   if (notes.has_plain_rest()) filler_.ignore_rest();
-  if (notes.has_scripts()) filler_.forbid_stop_in_scripts();
+  if (notes.has_scripts()) filler_.stops().forbid_in_scripts();
   if (frame().keeper() == nullptr) return;
   replay_ = frame().keeper()->begin_recompute(filler_, inputs);
-  filler_.set_replay(replay_.get());
+  filler_.comparer().set_replay(replay_.get());
 }
 
 void RecomputeScope::move_providers(const std::vector<std::any>& states) {
   if (user_restore_ == nullptr || states.empty()) return;
   const seam::DispatchModeOff unseen;
   user_restore_->move_to(states);
-  filler_.set_vouched(user_restore_->written());
+  filler_.comparer().set_vouched(user_restore_->written());
 }
 
 // A refusal counts even if the function catches it.
@@ -91,8 +91,9 @@ void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
   filler_.end_operator();
   const AskedOfInputs asked = frame().notes().asked_by_backward(num_backwards_++);
   // If the run is complete already, its gradients are not used.
-  const char* reason =
-      filler_.is_complete() ? nullptr : against(asked, frame().inputs(), aliases_, roots, targets);
+  const char* reason = filler_.progress().is_complete()
+                           ? nullptr
+                           : against(asked, frame().inputs(), aliases_, roots, targets);
   if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);
   if (reason != nullptr) refuse([&] { refuse_backward(frame().region(), reason); });
   if (replay_) replay_->check_backward(roots, targets);
@@ -127,7 +128,7 @@ DrawReplay* RecomputeScope::draw_replay(const c10::GeneratorImpl& generator) {
 }
 
 void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
-  if (filler_.is_forward_over()) return;
+  if (filler_.progress().is_forward_over()) return;
   if (early_.load() == nullptr) {
     auto made = std::make_unique<EarlyGuards>();
     const std::lock_guard<SpinLock> lock(own_early_lock_);
