@@ -41,8 +41,7 @@ struct SavedNow {
   const at::Tensor& judged() const { return input != nullptr ? *input : tensor; }
 };
 
-/// The rule of stops of one recompute, which belongs to the thread that makes it: see Note [Where a
-/// stop may be thrown].
+/// Decides where one recompute ends, on its thread. See Note [Where a stop may be thrown].
 class StopRule {
  public:
   StopRule(const Region& region, const Slots& slots, const Progress& progress);
