@@ -7,7 +7,6 @@ namespace remat {
 
 /// The region has ended: warns, once for each name, of an argument without `visit_tensors` that
 /// holds a tensor which the region saved, and which the region around, on this thread, made.
-void warn_of_opaque_arguments(const Frame& frame,
-                              void (*visit_opaque)(const RegionBody&, OpaqueVisitor));
+void warn_of_opaque_arguments(Frame& frame, void (*visit_opaque)(const RegionBody&, OpaqueVisitor));
 
 }  // namespace remat

@@ -72,8 +72,7 @@ bool writes_buffers(Frame& frame) {
 }
 
 /// Returns the operands of forward that have changed. See Note [Captures that nothing saves].
-std::vector<const CapturedOperand*> changed_operands(const Frame& frame,
-                                                     const SlotComparer& comparer) {
+std::vector<const CapturedOperand*> changed_operands(Frame& frame, const SlotComparer& comparer) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
   // Except an argument that was written to and whose contents were restored.
   std::erase_if(changed, [&](const CapturedOperand* each) { return comparer.gives(*each); });
@@ -125,7 +124,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     const AmbientRestore ambient(surroundings.snapshot());
     const detail::StackSwap clean(scope);
     std::optional<seam::DispatchMode> dispatch_mode;
-    if (frame.sees_operators()) dispatch_mode.emplace();
+    if (frame.notes().sees_operators()) dispatch_mode.emplace();
     const OpLogScope logging(comparer.log());
     OutsideTensors outside;
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });

@@ -32,8 +32,8 @@ RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& fil
     : FrameScope(std::move(recomputed)), filler_(filler), own_lock_{lock_owner_around()} {
   frame().surroundings().visit_draw_logs([this](DrawLog& log) { draws_.add(log); });
   const RegionOptions& options = frame().region().options;
-  early_stop = RegionOptions::said(options.early_stop_guard);
-  debug = RegionOptions::said(options.debug_guard);
+  early_stop = options.early_stop_guard;
+  debug = options.debug_guard;
   is_recompute = is_inside_recompute = true;
   lock_owner = &own_lock_;
   if (frame().surroundings().user_state() != nullptr) answers(Ability::State);
