@@ -56,16 +56,16 @@ RegionOptions options_in_force(const CheckpointOptions& options, const FunctionF
 
 std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
                                         const RegionOptions& in_force, const StackView& around) {
-  TensorChecks checks = checks_for(options);
+  std::unique_ptr<TensorCheck> check = check_for(options);
   const detail::Scope* const level_guard = around.innermost(Ability::Level);
   const bool has_depth =
       options.offload_prefetch_depth != CheckpointOptions().offload_prefetch_depth;
-  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug &&
+  if (options.name.empty() && check == nullptr && !options.context_fn && !in_force.debug &&
       level_guard == nullptr && !has_depth)
     return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
-  extras->checks = std::move(checks);
+  extras->check = std::move(check);
   if (level_guard != nullptr) extras->training_level = level_guard->training_level();
   if (has_depth) extras->offload_prefetch_depth = options.offload_prefetch_depth;
   return extras;

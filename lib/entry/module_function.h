@@ -2,11 +2,15 @@
 // What regions register for the modules that their functions are or name.
 
 #include <memory>
+#include <string>
 
 #include "lib/state/user_state.h"
 #include "remat/options.h"
 
 namespace remat {
+
+/// Warns that BufferPolicy::SkipBatchNorm skipped a module of that type.
+void warn_of_batch_norm(const std::string& type);
 
 /// Adds the training flags of a module and of all below it, and their buffers, unless the policy
 /// ignores them.

@@ -62,8 +62,7 @@ ActiveRecompute::~ActiveRecompute() {
   state.is_preparing = true;
 }
 
-PreparingRecompute::PreparingRecompute() : before_(std::exchange(here().is_preparing, true)) {}
-PreparingRecompute::~PreparingRecompute() { here().is_preparing = before_; }
+bool& is_preparing_recompute() { return here().is_preparing; }
 
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates) {

@@ -146,7 +146,8 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
         return keeper_ != nullptr && keeper_->may_replace(storage);
       },
       [&](const c10::StorageImpl* buffer) { statistics.push_back(buffer); });
-  if (!statistics.empty()) saw_running_statistics(*this, std::move(statistics));
+  if (!statistics.empty())
+    saw_running_statistics(region_, inputs_, surroundings_, std::move(statistics));
   surroundings_.settle_state();
   const auto lost = inputs_.settle();
   try {

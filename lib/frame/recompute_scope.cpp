@@ -123,20 +123,14 @@ void RecomputeScope::requires_grad_changes(const at::TensorBase& tensor) {
 
 DrawReplay* RecomputeScope::draw_replay(const c10::GeneratorImpl& generator) {
   if (DrawReplay* const replay = draws_.draw_replay(generator)) return replay;
-  EarlyGuards* const early = early_.load();
-  return early == nullptr ? nullptr : early->replay_of(generator);
+  return early_guards_.replay_of(generator);
 }
 
 void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
   if (filler_.progress().is_forward_over()) return;
-  if (early_.load() == nullptr) {
-    auto made = std::make_unique<EarlyGuards>();
-    const std::lock_guard<SpinLock> lock(own_early_lock_);
-    if (own_early_ == nullptr) early_ = (own_early_ = std::move(made)).get();
-  }
-  early_.load()->add(opened, frame().surroundings().user_state(), *this,
-                     frame().region().options.preserve_rng_state,
-                     std::this_thread::get_id() == owner);
+  early_guards_.add(opened, frame().surroundings().user_state(), *this,
+                    frame().region().options.preserve_rng_state,
+                    std::this_thread::get_id() == owner);
 }
 
 }  // namespace remat

@@ -2,7 +2,6 @@
 // A region's function, the options in force, and data that only some regions have.
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -41,7 +40,7 @@ struct RegionOptions {
 /// Data that only some regions have.
 struct RegionExtras {
   std::string name;
-  TensorChecks checks;
+  std::unique_ptr<TensorCheck> check;  ///< null for none
   ContextPair contexts;
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
@@ -69,10 +68,8 @@ struct Region {
   /// without its frame.
   const Surroundings* surroundings = nullptr;
 
-  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
-    if (extras == nullptr) return {};
-    return extras->checks;
-  }
+  /// Returns the check beyond metadata, or null.
+  const TensorCheck* check() const { return extras == nullptr ? nullptr : extras->check.get(); }
 };
 
 }  // namespace remat

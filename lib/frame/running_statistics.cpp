@@ -24,7 +24,8 @@ bool may_be_restored(const UserState* state, const c10::StorageImpl* buffer) {
 
 }  // namespace
 
-void saw_running_statistics(Frame& frame, std::vector<const c10::StorageImpl*> statistics) {
+void saw_running_statistics(const Region& region, Inputs& inputs, const Surroundings& surroundings,
+                            std::vector<const c10::StorageImpl*> statistics) {
   for (const c10::StorageImpl* each : statistics)
     if (each != nullptr) note_norm(*each);
   bool runs_again = true;
@@ -33,11 +34,9 @@ void saw_running_statistics(Frame& frame, std::vector<const c10::StorageImpl*> s
     for (const c10::StorageImpl* each : statistics)
       if (runs_again && each != nullptr) around.statistics_moved(each);
   });
-  const Region& region = frame.region();
-  std::erase_if(statistics, [&](const c10::StorageImpl* each) {
-    return frame.inputs().note_statistics(region, each);
-  });
-  const UserState* const state = frame.surroundings().user_state();
+  std::erase_if(statistics,
+                [&](const c10::StorageImpl* each) { return inputs.note_statistics(region, each); });
+  const UserState* const state = surroundings.user_state();
   if (region.options.ignores_buffers ||
       std::all_of(statistics.begin(), statistics.end(),
                   [&](const auto* buffer) { return may_be_restored(state, buffer); }))

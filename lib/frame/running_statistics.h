@@ -5,7 +5,9 @@
 
 #include <vector>
 
-#include "lib/frame/frame.h"
+#include "lib/frame/inputs.h"
+#include "lib/frame/region.h"
+#include "lib/state/surroundings.h"
 
 namespace remat {
 
@@ -14,6 +16,7 @@ namespace remat {
 /// arguments become an error in backward, in each region whose recompute would move them. For
 /// others a warning is issued, once for each region name, unless they are restored in recomputes or
 /// the region ignores buffers. Call it when the region's function has returned.
-void saw_running_statistics(Frame& frame, std::vector<const c10::StorageImpl*> statistics);
+void saw_running_statistics(const Region& region, Inputs& inputs, const Surroundings& surroundings,
+                            std::vector<const c10::StorageImpl*> statistics);
 
 }  // namespace remat

@@ -41,17 +41,17 @@ bool GivenCounters::has(const c10::StorageImpl* storage,
   });
 }
 
+bool GivenCounters::has(const CapturedOperand& operand) const {
+  const auto object = operand.object.lock();
+  const c10::StorageImpl* const storage =
+      object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
+  return has(storage, operand.counter);
+}
+
 SlotComparer::SlotComparer(const Region& region, const Slots& slots, const Progress& progress,
                            const std::vector<at::Tensor>& inputs)
     : region_(region), slots_(slots), progress_(progress), given_(inputs) {
   if (region.options.debug) log_.emplace();
-}
-
-bool SlotComparer::gives(const CapturedOperand& operand) const {
-  const auto object = operand.object.lock();
-  const c10::StorageImpl* const storage =
-      object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
-  return given_.has(storage, operand.counter);
 }
 
 void SlotComparer::begin(SavedNow& now) {
@@ -162,7 +162,7 @@ bool SlotComparer::is_changed_capture(const Slot& slot, const at::Tensor& judged
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
   if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
-  return is_replaced_by_copy ? !given_.has(known_storage_of(judged)) : !gives(judged);
+  return is_replaced_by_copy ? !given_.has(known_storage_of(judged)) : !given_.has(judged);
 }
 
 Difference SlotComparer::difference(const Slot& slot, const SavedNow& now, std::string forward_text,
@@ -182,15 +182,11 @@ Difference SlotComparer::difference(const Slot& slot, const SavedNow& now, std::
 void SlotComparer::compare(const Slot& slot, const SavedNow& now) {
   if (is_changed_capture(slot, now.judged())) note_capture(slot, now);
   compare_metadata(slot, now);
-  const auto noted = slots_.notes_of(now.position);
-  if (noted.empty()) return;
+  const std::string* const note = slots_.note_of(now.position);
+  if (note == nullptr) return;
   // Detached, since the recompute's graph may be freed before the contents are compared.
-  pending_.push_back({now.position,
-                      now.operator_number,
-                      now.tensor.detach(),
-                      seam::version_of(now.tensor),
-                      TensorIdentity::of(now.tensor),
-                      {noted.begin(), noted.end()}});
+  pending_.push_back({now.position, now.operator_number, now.tensor.detach(),
+                      seam::version_of(now.tensor), TensorIdentity::of(now.tensor), *note});
 }
 
 void SlotComparer::note_capture(const Slot& slot, const SavedNow& now) {
@@ -207,9 +203,9 @@ void SlotComparer::note_capture(const Slot& slot, const SavedNow& now) {
 }
 
 void SlotComparer::compare_metadata(const Slot& slot, const SavedNow& now) {
-  for (const auto& check : region_.checks())
-    if (check->replaces_metadata()) return;
-  if (region_.options.determinism_check == DeterminismCheck::None) return;
+  if (region_.options.determinism_check == DeterminismCheck::None ||
+      (region_.check() != nullptr && region_.check()->replaces_metadata()))
+    return;
   const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, now.judged());
   if (slot.metadata.describes(now.tensor) && is_same_place) return;
   const auto text = [&](const TensorMetadata& metadata, bool requires_grad, bool follows) {
@@ -291,25 +287,21 @@ Differences SlotComparer::take_differences(RecomputedValues& values) {
 
 void SlotComparer::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
+  const TensorCheck* const check = region_.check();
   for (const Pending& each : std::exchange(pending_, {})) {
     if (seam::version_of(each.tensor) != each.version) continue;
-    for (const NoteOfSlot& then : each.in_forward) {
-      std::string now =
-          then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
-      if (then.check == nullptr ? now == then.text : then.check->agrees(then.text, now)) continue;
-      if (then.check == nullptr) {
-        has_other_numbers_ = true;
-        continue;
-      }
-      if (differences_.check == nullptr) differences_.check = then.check;
-      if (differences_.check != then.check) continue;
-      SlotIdentity slot_identity;
+    const std::string now =
+        check == nullptr ? text_of_contents(each.tensor) : check->note(each.tensor);
+    if (check == nullptr) {
+      differences_.has_other_numbers |= now != each.in_forward;
+    } else if (!check->agrees(each.in_forward, now)) {
+      SlotIdentity identity;
       slots_.with_slot(each.position, progress_.is_forward_over(),
-                       [&](const Slot& slot) { slot_identity = SlotIdentity(slot); });
-      auto [then_text, now_text] = then.check->texts(then.text, now);
+                       [&](const Slot& slot) { identity = SlotIdentity(slot); });
+      auto [then_text, now_text] = check->texts(each.in_forward, now);
       differences_.contents.push_back(
           {{each.position, std::move(then_text), std::move(now_text), {}, {}},
-           std::move(slot_identity),
+           std::move(identity),
            each.identity});
     }
   }

@@ -24,6 +24,11 @@ class GivenCounters {
   explicit GivenCounters(const std::vector<at::Tensor>& inputs);
   bool has(const c10::StorageImpl* storage) const { return !with(storage).empty(); }
   bool has(const c10::StorageImpl* storage, const c10::VariableVersion& counter) const;
+  /// Returns whether the tensor or operand is an argument, as it is given.
+  bool has(const at::Tensor& tensor) const {
+    return has(known_storage_of(tensor), tensor.unsafeGetTensorImpl()->version_counter());
+  }
+  bool has(const CapturedOperand& operand) const;
 
  private:
   struct Given {
@@ -71,11 +76,7 @@ class SlotComparer {
   ChangedOperands* operands() const { return operands_; }
   /// Sets the replay of kept results, which checks every tensor that is saved.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
-  /// Returns whether the operand is an argument of this recompute, as it is given.
-  bool gives(const CapturedOperand& operand) const;
-  bool gives(const at::Tensor& tensor) const {
-    return given_.has(known_storage_of(tensor), tensor.unsafeGetTensorImpl()->version_counter());
-  }
+  const GivenCounters& given() const { return given_; }
 
   /// Returns the differences so far.
   Differences& differences() { return differences_; }
@@ -83,8 +84,6 @@ class SlotComparer {
   Differences take_differences(RecomputedValues& values);
   /// Returns the first tensor that only one of the passes saved, if one of them saved more.
   std::optional<Difference> take_parting();
-  /// Returns whether contents differ in a tensor saved after another thread had drawn in forward.
-  bool has_other_numbers() const { return has_other_numbers_; }
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:
@@ -116,13 +115,12 @@ class SlotComparer {
     at::Tensor tensor;
     uint32_t version;
     TensorIdentity identity;
-    c10::SmallVector<NoteOfSlot, 1> in_forward;
+    std::string in_forward;  // the note
   };
   std::vector<Pending> pending_;  // compared when their operator has returned
   uint64_t operator_before_ = 0;  // of the tensor saved last
   bool may_follow_ = false;       // the next tensor, if that operator saves it
   bool follows_ = false;          // the tensor at hand is of the same operator as the one before
-  bool has_other_numbers_ = false;
 };
 
 }  // namespace remat

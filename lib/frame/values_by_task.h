@@ -16,18 +16,9 @@
 
 namespace remat {
 
-/// Marks that a repeated recompute reads its inputs on this thread, which is not a second read for
-/// strict_unpack.
-class ReadsAgain {
- public:
-  explicit ReadsAgain(bool is_again);
-  ~ReadsAgain();
-  ReadsAgain& operator=(ReadsAgain&&) = delete;
-  static bool is_on();
-
- private:
-  const bool before_;
-};
+/// Returns this thread's mark of a repeated recompute that reads its inputs, which is not a second
+/// read for strict_unpack.
+bool& reads_again();
 
 /// Holds a frame's recomputed values until they are read (Rules 4, 7 and 9). Threads: any.
 class ValuesByTask {
