@@ -30,10 +30,10 @@ namespace {
 /// The start and the outcome of one attempt. A binding asks about it while the function runs.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
-  bool is_again = false;          ///< another attempt has read the inputs
-  std::string changed{};          ///< a buffer that it left otherwise than forward
-  bool may_lie_at_start = false;  ///< it threw an error that another start might avoid
-  const UserRestore* restore = nullptr;
+  bool is_again = false;                 ///< another attempt has read the inputs
+  std::string changed{};                 ///< a buffer that it left otherwise than forward
+  bool may_lie_at_start = false;         ///< it threw an error that another start might avoid
+  const UserRestore* restore = nullptr;  ///< while the function runs
 };
 thread_local Attempt* running_attempt = nullptr;
 
