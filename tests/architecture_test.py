@@ -174,7 +174,7 @@ def faults_of(page):
 
 # What must be found when it is broken: what is replaced, with what, and words of the fault.
 BROKEN = (
-    ("`lib/frame/filler_stops.cpp` `wants_stop`", "`lib/frame/filler.cpp` `wants_a_stop`", "does not have wants_a_stop"),
+    ("`lib/frame/stop_rule.cpp` `wants_stop`", "`lib/frame/filler.cpp` `wants_a_stop`", "does not have wants_a_stop"),
     ("`lib/rng/draws.cpp` `draw`", "`lib/rng/dice.cpp` `draw`", "there is no lib/rng/dice.cpp"),
     ("`lib/rng/draws.h` Note [Draws]", "`lib/rng/draws.h` Note [Dice]", "does not have Note [Dice]"),
     ("| `lib/rng` |", "| `lib/dice` |", "the folders of lib are"),

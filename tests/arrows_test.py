@@ -113,6 +113,8 @@ def include_faults(source, text):
             yield "only tests/support includes Catch2"
         if name.startswith("fmt/") and source.suffix == ".h" and tree == "include":
             yield "fmt is private: not in a public header"
+        if name.startswith("nlohmann/") and source.suffix == ".h":
+            yield "nlohmann-json is private: not in a header"
         if tree == "include" and "/" in name and not LIGHT.fullmatch(name):
             if not (source.name in WITH_MODULES and name.startswith("torch/nn")):
                 yield f"too heavy for a public header: {name}"

@@ -354,7 +354,7 @@ TEST_CASE("an error says where the options of its region were written", "[error]
   CHECK(place_in(checkpoint({.location = {"a/train.cpp", 42}}, f, x), w) ==
         "(frame #, options at train.cpp:42)");
   CHECK(place_in(checkpoint({.location = {"train.cpp", 1'000'000}}, f, x), w) ==
-        "(frame #, options at train.cpp)");
+        "(frame #, options at train.cpp:1000000)");
   CHECK(ModuleOptions{}.checkpoint.location.file == nullptr);
   CHECK(ModuleOptions{.level = 2}.checkpoint.location.file == nullptr);
   CHECK(remat::SequentialOptions{.checkpoint_last = true}.checkpoint.location.file == nullptr);

@@ -148,10 +148,13 @@ TEST_CASE("a file that is none of measurements is refused, and left alone", "[fi
     CHECK(now.str() == contents);
     return text;
   };
-  CHECK_THAT(refused("milk\n"), contains("line 1 of"));
-  CHECK_THAT(refused("remat measurements 5\nsomething\nchain 1 2 0 0 0 1\n"), contains("line 4"));
-  CHECK_THAT(refused("remat measurements 5\nsomething\nchain 1 two 0 0 0 1\n"),
-             contains("is no line of measurements"));
+  CHECK_THAT(refused("milk\n"), contains("at line 1"));
+  CHECK_THAT(refused("remat measurements 5\nsomething\nchain 1 2 0 0 0 1\n"),
+             contains("was not written as a file of measurements by this version of remat"));
+  CHECK_THAT(refused(R"({"format": "remat measurements 7", "chains": {}})"),
+             contains("its format is \"remat measurements 7\", not \"remat measurements 6\""));
+  CHECK_THAT(refused(R"({"format": "remat measurements 6", "chains": {"x": {"rounding": "two"}}})"),
+             contains("type must be number"));
   // Where the disk is full, nothing is left beside the file.
   options.measurements = folder.path() + "/full";
   {

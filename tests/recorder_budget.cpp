@@ -112,9 +112,11 @@ TEST_CASE("reports, pages, pictures and traces show a budget", "[recorder][budge
   CHECK_THAT(text, contains("calls again"));
   CHECK_THAT(text, contains(std::to_string(done.evictions) + " results of "));
   CHECK_THAT(text, !contains("no region ran"));
-  CHECK_THAT(recorder.report().to_json(),
-             contains("\"evictions\": [\n  {\"op\": \"aten::tanh.default\", \"evictions\": " +
-                      std::to_string(done.evictions)));
+  CHECK_THAT(
+      recorder.report().to_json(),
+      contains(
+          "\"evictions\": [\n    {\n      \"op\": \"aten::tanh.default\",\n      \"evictions\": " +
+          std::to_string(done.evictions)));
   const std::string page = recorder.to_html();
   CHECK_THAT(page, contains("<h2>Operators under a byte budget</h2>"));
   CHECK_THAT(page, contains("<td>aten::tanh.default</td>"));
@@ -126,9 +128,9 @@ TEST_CASE("reports, pages, pictures and traces show a budget", "[recorder][budge
   const Folder folder;
   recorder.write_chrome_trace(folder.path() + "/trace.json");
   const std::string trace = text_in(folder.path() + "/trace.json");
-  CHECK_THAT(trace, contains("\"name\": \"aten::tanh.default (again)\", \"cat\": \"rerun\""));
-  CHECK_THAT(trace, contains("\"name\": \"drops aten::tanh.default\""));
-  CHECK_THAT(trace, contains("\"name\": \"budget\", \"ph\": \"C\""));
+  CHECK_THAT(trace, contains("\"name\":\"aten::tanh.default (again)\",\"cat\":\"rerun\""));
+  CHECK_THAT(trace, contains("\"name\":\"drops aten::tanh.default\""));
+  CHECK_THAT(trace, contains("\"name\":\"budget\",\"ph\":\"C\""));
 }
 
 TEST_CASE("a budget far above the picture is written in words, and old events leave the line",

@@ -512,7 +512,8 @@ TEST_CASE("a recorder sees what tiers write, read and wait for", "[tiers][record
   CHECK(occurrences(recorder.event_log(), "reads 1048576 bytes from a file") == length - 3);
   CHECK(occurrences(recorder.to_html(), "write to a file: 1048.6 kB") == length - 3);
   CHECK(occurrences(report.to_string(), "Files: written 9437.2 kB") == 1);
-  CHECK(occurrences(report.to_json(), "\"bytes_written\": 9437184, \"bytes_read\": 9437184") == 1);
+  CHECK(occurrences(report.to_json(), "\"bytes_written\": 9437184,\n    \"bytes_read\": 9437184") ==
+        1);
   const std::filesystem::path trace = folder.path() + "/trace.json";
   recorder.write_chrome_trace(trace);
   CHECK(occurrences(text_in(trace), "\"read from a file\"") == length - 3);

@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
-    "code lines of lib, hooks and include": 31_507,
-    "code lines of the Python package": 8_789,
-    "code lines in the closure of lib/frame": 11_986,
-    "classes with over 25 functions or 20 members": 15,
-    "functions over 100 lines": 4,
+    "code lines of lib, hooks and include": 31_149,
+    "code lines of the Python package": 7_779,
+    "code lines in the closure of lib/frame": 11_748,
+    "classes with over 25 functions or 20 members": 11,
+    "functions over 100 lines": 1,
 }
 MAX_FUNCTIONS, MAX_MEMBERS, MAX_LINES = 25, 20, 100
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)

@@ -15,11 +15,11 @@ COLUMNS = 100
 MAX_WORDS = 35
 
 LIMITS = {
-    "lines over 100 columns": 73,
+    "lines over 100 columns": 30,
     "doc comments of headers that begin with a fragment": 0,
-    "doc comments of the library that begin with a fragment": 305,
-    "sentences over 35 words": 16,
-    "what it, what is": 198,
+    "doc comments of the library that begin with a fragment": 0,
+    "sentences over 35 words": 0,
+    "what it, what is": 13,
 }
 
 SOURCES = [file for folder in ("include", "lib", "hooks") for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".h", ".cpp")]

@@ -32,8 +32,7 @@ namespace {
 
 RegionOptions options_in_force(const CheckpointOptions& options, const FunctionFacts& facts,
                                const StackView& around) {
-  RegionOptions in_force{.line = static_cast<uint16_t>(
-                             std::min<uint32_t>(options.location.line, RegionOptions::max_line)),
+  RegionOptions in_force{.line = options.location.line,
                          .early_stop = options.early_stop,
                          .debug = options.debug,
                          .preserve_rng_state = options.preserve_rng_state,
@@ -45,11 +44,11 @@ RegionOptions options_in_force(const CheckpointOptions& options, const FunctionF
                          .determinism_check = options.determinism_check,
                          .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop)) {
-    in_force.early_stop_guard = RegionOptions::guarded(guard->early_stop);
+    in_force.early_stop_guard = guard->early_stop;
     in_force.early_stop = guard->early_stop.value_or(options.early_stop);
   }
   if (const detail::Scope* guard = around.innermost(Ability::Debug)) {
-    in_force.debug_guard = RegionOptions::guarded(guard->debug);
+    in_force.debug_guard = guard->debug;
     in_force.debug = guard->debug.value_or(options.debug);
   }
   return in_force;
@@ -57,16 +56,16 @@ RegionOptions options_in_force(const CheckpointOptions& options, const FunctionF
 
 std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
                                         const RegionOptions& in_force, const StackView& around) {
-  TensorChecks checks = checks_for(options);
+  std::unique_ptr<TensorCheck> check = check_for(options);
   const detail::Scope* const level_guard = around.innermost(Ability::Level);
   const bool has_depth =
       options.offload_prefetch_depth != CheckpointOptions().offload_prefetch_depth;
-  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug &&
+  if (options.name.empty() && check == nullptr && !options.context_fn && !in_force.debug &&
       level_guard == nullptr && !has_depth)
     return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
-  extras->checks = std::move(checks);
+  extras->check = std::move(check);
   if (level_guard != nullptr) extras->training_level = level_guard->training_level();
   if (has_depth) extras->offload_prefetch_depth = options.offload_prefetch_depth;
   return extras;
@@ -157,7 +156,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     layers.keep_by_policy(*frame_, options.policy);
     dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
-  frame_->set_sees_operators(seam::is_dispatch_mode_on());
+  frame_->notes().note_operators(seam::is_dispatch_mode_on());
   if (in_force.debug) warn_of_stack_captures(facts, frame_->region().info.name());
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&extras->forward_log);
   if (extras == nullptr || !extras->contexts.forward) return;
@@ -172,7 +171,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
 ForwardRun::~ForwardRun() {
   if (scope_ == nullptr) return;
   close();
-  frame_->tell_recorders_of_throw();
+  if (RecordedFrame* const recorded = frame_->recorded()) recorded->throws();
 }
 
 void ForwardRun::close() {

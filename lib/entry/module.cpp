@@ -17,7 +17,6 @@
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
 #include "lib/seam/stand_in.h"
-#include "lib/seam/warn.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -149,12 +148,7 @@ bool ModuleRegion::is_wanted() {
   if (!opens_region()) return false;
   if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm(*owner_))
     return true;
-  if (!has_warned_.exchange(true))
-    seam::warn(
-        c10::str("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
-                 c10::demangle(type_.name()),
-                 "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
-                 "keeps its running statistics right."));
+  if (!has_warned_.exchange(true)) warn_of_batch_norm(c10::demangle(type_.name()));
   return false;
 }
 

@@ -40,6 +40,13 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
 
 }  // namespace
 
+void warn_of_batch_norm(const std::string& type) {
+  seam::warn(c10::str(
+      "remat: Activation checkpointing skipped for a subblock containing BatchNorm (", type,
+      "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
+      "keeps its running statistics right."));
+}
+
 void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers) {
   const auto flags = std::make_shared<TrainingFlags>(module, buffers != BufferPolicy::Ignore);
   all.add(flags);
@@ -102,11 +109,7 @@ PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* modu
     type = script->type()->name()->qualifiedName();
   if (type.empty()) return {};
   static OncePerName warned;
-  if (warned.is_first(options.name + '\n' + type))
-    seam::warn(c10::str(
-        "remat: Activation checkpointing skipped for a subblock containing BatchNorm (", type,
-        "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
-        "keeps its running statistics right."));
+  if (warned.is_first(options.name + '\n' + type)) warn_of_batch_norm(type);
   return {true, register_plain_call(options, module, script)};
 }
 

@@ -2,11 +2,15 @@
 // The state that regions register for their function's module and for the modules in their options.
 
 #include <memory>
+#include <string>
 
 #include "lib/state/user_state.h"
 #include "remat/options.h"
 
 namespace remat {
+
+/// Warns that BufferPolicy::SkipBatchNorm skipped a module of that type.
+void warn_of_batch_norm(const std::string& type);
 
 /// Adds the training flags of a module and its submodules, and their buffers unless the policy
 /// ignores them.

@@ -17,7 +17,7 @@ namespace remat {
 namespace {
 
 /// Returns whether the argument's own bytes hold a saved tensor; does not follow its pointers.
-bool holds_saved_tensor(const Frame& frame, const Frame& around, const void* object,
+bool holds_saved_tensor(Frame& frame, const Frame& around, const void* object,
                         std::size_t num_bytes) {
   const auto* const bytes = static_cast<const char*>(object);
   for (std::size_t at = 0; at + sizeof(void*) <= num_bytes; at += sizeof(void*)) {
@@ -25,7 +25,7 @@ bool holds_saved_tensor(const Frame& frame, const Frame& around, const void* obj
     std::memcpy(&word, bytes + at, sizeof word);
     if (word == nullptr) continue;
     const at::Tensor captured = frame.slots().captured_at(word);
-    if (captured.defined() && around.has_built(captured)) return true;
+    if (captured.defined() && is_built_since(around.start(), captured)) return true;
   }
   return false;
 }
@@ -41,7 +41,7 @@ const Frame* frame_around() {
 
 }  // namespace
 
-void warn_of_opaque_arguments(const Frame& frame,
+void warn_of_opaque_arguments(Frame& frame,
                               void (*visit_opaque)(const RegionBody&, OpaqueVisitor)) {
   const Frame* const around = frame_around();
   if (around == nullptr) return;

@@ -9,7 +9,6 @@ namespace remat {
 /// Warns, once per region name, about an argument without `visit_tensors` that holds a tensor which
 /// the region saved and the enclosing region on this thread made. Call it when the region has
 /// ended.
-void warn_of_opaque_arguments(const Frame& frame,
-                              void (*visit_opaque)(const RegionBody&, OpaqueVisitor));
+void warn_of_opaque_arguments(Frame& frame, void (*visit_opaque)(const RegionBody&, OpaqueVisitor));
 
 }  // namespace remat

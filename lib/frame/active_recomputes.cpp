@@ -62,14 +62,13 @@ ActiveRecompute::~ActiveRecompute() {
   state.is_preparing = true;
 }
 
-PreparingRecompute::PreparingRecompute() : before_(std::exchange(here().is_preparing, true)) {}
-PreparingRecompute::~PreparingRecompute() { here().is_preparing = before_; }
+bool& is_preparing_recompute() { return here().is_preparing; }
 
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates) {
   const ThreadState& state = here();
   if (!state.entries.empty()) {
-    state.entries.back().filler->stop_before_backward();
+    state.entries.back().filler->stops().before_backward();
     for (const Entry& each : state.entries) each.all->owner_waits_for_backward(*each.values);
   }
   if (!state.is_preparing) tell_regions(roots, targets, accumulates);
@@ -79,7 +78,7 @@ void backward_begins(const torch::autograd::edge_list& roots,
 
 void backward_returned() {
   const ThreadState& state = here();
-  if (!state.entries.empty()) state.entries.back().filler->stop_after_backward();
+  if (!state.entries.empty()) state.entries.back().filler->stops().after_backward();
 }
 
 void backward_ended(const torch::autograd::variable_list& gradients,

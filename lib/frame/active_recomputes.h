@@ -9,17 +9,9 @@
 
 namespace remat {
 
-/// Marks this thread as preparing a recompute. A backward run meanwhile by the user's hooks,
-/// observers or providers is not reported to the regions that wait on this thread.
-class PreparingRecompute {
- public:
-  PreparingRecompute();
-  ~PreparingRecompute();
-  PreparingRecompute& operator=(PreparingRecompute&&) = delete;
-
- private:
-  const bool before_;
-};
+/// Returns this thread's mark of preparing a recompute. A backward run meanwhile by the user's
+/// hooks, observers or providers is not reported to the regions that wait on this thread.
+bool& is_preparing_recompute();
 
 /// Marks this thread as running the function of a recompute, which is prepared by then.
 class ActiveRecompute {

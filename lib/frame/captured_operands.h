@@ -81,7 +81,6 @@ class CapturedOperands {
   bool has(const c10::VariableVersion& counter) const {
     return noted_ != nullptr && noted_->has(counter);
   }
-  void clear() { noted_.reset(); }
 
  private:
   struct Noted {

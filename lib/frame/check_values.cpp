@@ -18,21 +18,9 @@ namespace remat {
 
 namespace {
 
-constexpr char fact[] =
-    "Recomputed values for the following tensors have different contents than during the forward pass.";
-constexpr char advice[] =
-    "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
-    "unregistered generator, a parameter changed through .data(), or a counter that it reads: a step "
-    "number, annealing, warm-up).\nHint: make the kernels deterministic, call backward before parameters "
-    "change, and pass such a number as an argument: the recompute gets forward's.\n";
-
 class ValuesCheck final : public TensorCheck {
  public:
   std::string note(const at::Tensor& saved) const override { return text_of_contents(saved); }
-  const Report& report() const override {
-    static constexpr Report all{CheckpointError::Kind::ValueMismatch, fact, advice, "hash"};
-    return all;
-  }
 };
 
 /// Compares the hash of the elements that the rule selects, with one NaN for all if the rule says
@@ -43,10 +31,6 @@ class ElementsCheck : public TensorCheck {
   std::string note(const at::Tensor& saved) const override {
     const std::string bytes = compared_elements(saved, rule_);
     return fmt::format("{:016x}", hash_of_bytes(bytes.data(), bytes.size()));
-  }
-  const Report& report() const override {
-    static constexpr Report all{CheckpointError::Kind::ValueMismatch, fact, advice, "hash"};
-    return all;
   }
 
  protected:
@@ -99,9 +83,9 @@ class FingerprintCheck final : public TensorCheck {
     const at::NoGradGuard no_grad;
     return fingerprint_(saved);
   }
-  const Report& report() const override {
-    static constexpr Report all{CheckpointError::Kind::ValueMismatch, fact, advice, "fingerprint"};
-    return all;
+  std::pair<std::string, std::string> texts(const std::string& forward,
+                                            const std::string& recompute) const override {
+    return {"fingerprint " + forward, "fingerprint " + recompute};
   }
   bool replaces_metadata() const override { return true; }
 
@@ -109,13 +93,12 @@ class FingerprintCheck final : public TensorCheck {
   const std::function<std::string(const at::Tensor&)> fingerprint_;
 };
 
-const RegisteredCheck registered(
-    [](const CheckpointOptions& options) -> std::unique_ptr<TensorCheck> {
-      if (options.fingerprint) return std::make_unique<FingerprintCheck>(options.fingerprint);
-      if (options.determinism_check != DeterminismCheck::Values) return nullptr;
-      return values_check(options.values);
-    });
-
 }  // namespace
+
+std::unique_ptr<TensorCheck> check_for(const CheckpointOptions& options) {
+  if (options.fingerprint) return std::make_unique<FingerprintCheck>(options.fingerprint);
+  if (options.determinism_check != DeterminismCheck::Values) return nullptr;
+  return values_check(options.values);
+}
 
 }  // namespace remat

@@ -41,6 +41,12 @@ class ForwardNotes {
   bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
   void note_any_backward() { has_run_backward_.store(true, std::memory_order_relaxed); }
 
+  /// Notes whether a dispatch mode of ours saw operators in the first run. LibTorch's formulas ask
+  /// for this (isTensorSubclassLike) and then save other tensors, so it must be the same in
+  /// recomputes.
+  void note_operators(bool are_seen) { sees_operators_ = are_seen; }
+  bool sees_operators() const { return sees_operators_; }
+
   /// Notes that the function accumulates into leaves: Note [Accumulating once].
   void note_accumulation(const torch::autograd::edge_list& roots) {
     AccumulatedLeaves all = accumulated_leaves();
@@ -106,6 +112,7 @@ class ForwardNotes {
     return *noted_;
   }
   SpinLock mutex_;
+  bool sees_operators_ = false;
   std::atomic<bool> has_run_backward_{false}, has_scripts_{false}, has_plain_rest_{false};
   std::unique_ptr<Noted> noted_;
 };

@@ -52,7 +52,7 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
     frame().surroundings().guard_opened(opened, states);
   }
   void statistics_moved(const c10::StorageImpl* statistics) override {
-    frame().note_statistics(statistics);
+    frame().inputs().note_statistics(frame().region(), statistics);
   }
 
  private:

@@ -9,7 +9,6 @@
 #include "lib/frame/layers.h"
 #include "lib/frame/running_statistics.h"
 #include "lib/scope/saving_input.h"
-#include "lib/state/buffer.h"
 
 namespace remat {
 
@@ -34,42 +33,43 @@ Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras,
   region_.info.outermost = around == nullptr ? region_.info.id : around->outermost;
 }
 
+namespace {
+
+/// The parts of a frame that may own other frames; the last is destroyed first.
+struct Contents {
+  CapturedOperands operands;
+  std::unique_ptr<RecordedFrame> recorded;
+  std::unique_ptr<UserState> user_state;
+  ValuesByTask::All values;
+  Inputs inputs;
+  std::unique_ptr<RegionBody> body;
+  std::unique_ptr<RegionExtras> extras;
+  std::unique_ptr<Keeper> keeper;
+};
+
+}  // namespace
+
+Frame::~Frame() { release_resources(); }
+
 // Rule 13. A frame may own other frames: through the arguments of the user's function, or as slots
 // of a parent. The first frame to die on a thread empties the frames that die meanwhile, one by
 // one.
-struct Frame::Remains {
-  std::unique_ptr<Keeper> keeper;
-  Region region;
-  Inputs inputs;
-  ValuesByTask::All values;
-  std::unique_ptr<UserState> user_state;
-  std::unique_ptr<RecordedFrame> recorded;
-};
-
-Frame::~Frame() { empty(); }
-
-void Frame::empty() noexcept {
+void Frame::release_resources() {
   if (std::exchange(is_empty_, true)) return;
-  thread_local std::vector<Remains>* waiting = nullptr;
+  thread_local std::vector<Contents>* waiting = nullptr;
   count(live_counters.frames_ended);
   slots_.clear();
-  if (waiting != nullptr) {
-    waiting->push_back({std::move(keeper_), std::move(region_), std::move(inputs_),
-                        values_.release(), surroundings_.release(), std::move(recorded_)});
-    return;
-  }
-  std::vector<Remains> queue;
+  Contents contents{std::move(operands_),      std::move(recorded_), surroundings_.release(),
+                    values_.release(),         std::move(inputs_),   std::move(region_.body),
+                    std::move(region_.extras), std::move(keeper_)};
+  if (waiting != nullptr) return waiting->push_back(std::move(contents));
+  std::vector<Contents> queue;
   waiting = &queue;
-  keeper_.reset();
-  region_.extras.reset();
-  region_.body.reset();
-  inputs_.clear();
-  values_.clear();
-  surroundings_.release().reset();
-  recorded_.reset();
-  operands_.clear();
+  {
+    const Contents own = std::move(contents);
+  }
   while (!queue.empty()) {
-    const Remains next = std::move(queue.back());
+    const Contents next = std::move(queue.back());
     queue.pop_back();
   }
   waiting = nullptr;
@@ -98,7 +98,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
                           TensorMetadata(saved, false).text());
   // A value kept by a region around may be captured here. Its recompute needs the data then, not a
   // placeholder.
-  if (sees_operators_ && region_.info.depth > 1)
+  if (notes_.sees_operators() && region_.info.depth > 1)
     detail::visit_regions([&](detail::RegionScope& scope) {
       detail::ReadWatcher* const watcher =
           scope.region().id == region_.info.id ? nullptr : scope.reads();
@@ -146,13 +146,14 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
         return keeper_ != nullptr && keeper_->may_replace(storage);
       },
       [&](const c10::StorageImpl* buffer) { statistics.push_back(buffer); });
-  if (!statistics.empty()) tell_of_statistics(std::move(statistics));
+  if (!statistics.empty())
+    saw_running_statistics(region_, inputs_, surroundings_, std::move(statistics));
   surroundings_.settle_state();
   const auto lost = inputs_.settle();
   try {
     if (keeper_ != nullptr) keeper_->settle();
   } catch (...) {
-    tell_recorders_of_throw();
+    if (recorded_ != nullptr) recorded_->throws();
     throw;
   }
   if (recorded_ == nullptr) return;
@@ -160,28 +161,6 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   DevicesMet met = devices_met();
   visit_result([&](at::Tensor& tensor) { met.add(tensor); });
   recorded_->ends(met, std::move(recorded));
-}
-
-// Running statistics that are arguments are an error in backward, in each region whose recompute
-// would move them. Other running statistics are buffers, for which a warning is issued.
-void Frame::tell_of_statistics(std::vector<const c10::StorageImpl*> statistics) {
-  for (const c10::StorageImpl* each : statistics)
-    if (each != nullptr) note_norm(*each);
-  bool runs_again = true;
-  detail::visit_regions([&](detail::RegionScope& around) {
-    runs_again = runs_again && !around.is_save_region;
-    for (const c10::StorageImpl* each : statistics)
-      if (runs_again && each != nullptr) around.statistics_moved(each);
-  });
-  const auto are_arguments =
-      std::remove_if(statistics.begin(), statistics.end(),
-                     [this](const c10::StorageImpl* each) { return note_statistics(each); });
-  statistics.erase(are_arguments, statistics.end());
-  if (!statistics.empty()) warn_of_running_statistics(region_, surroundings_, statistics);
-}
-
-void Frame::tell_recorders_of_throw() const {
-  if (recorded_ != nullptr) recorded_->throws();
 }
 
 DevicesMet Frame::devices_met() const {

@@ -18,7 +18,7 @@
 // 11. State: (surroundings, draws, device_rng, streams, user_state).
 // 12. Failure is clean: everything a recompute holds unwinds (recompute).
 // 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
-//     (Frame::empty).
+//     (Frame::release_resources).
 // 14. Accumulation once: recomputed graphs are never executed by the outer backward.
 // 15. Selective checkpointing (keeper, and lib/selective).
 // 16. Plays with others: (engine, hook_stack).
@@ -52,8 +52,6 @@ class Frame final : public TaskMember {
              const std::shared_ptr<const UserRegistrations>& own);
   /// Classifies the saved tensors. Call it when the region's function has returned.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
-  /// Reports to recorders that the region's function threw.
-  void tell_recorders_of_throw() const;
 
   int64_t add_slot(const at::Tensor& saved) override;
   at::Tensor read_slot(int64_t position) override;
@@ -63,19 +61,11 @@ class Frame final : public TaskMember {
 
   // Parts of the frame, for its recomputes and its keeper.
   const Region& region() const { return region_; }
-  const Inputs& inputs() const { return inputs_; }
-  /// See Inputs.
-  bool note_statistics(const c10::StorageImpl* statistics) {
-    return inputs_.note_statistics(region_, statistics);
-  }
+  Inputs& inputs() { return inputs_; }
   Surroundings& surroundings() { return surroundings_; }
   Slots& slots() { return slots_; }
-  const Slots& slots() const { return slots_; }
-  /// Returns whether a recompute makes the tensor again: an operator made it since forward began.
-  bool has_built(const at::Tensor& tensor) const { return is_built_since(start_, tensor); }
   const RegionStart& start() const { return start_; }
   CapturedOperands& operands() { return operands_; }
-  const CapturedOperands& operands() const { return operands_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
   /// The keeper is null if nothing is kept. Set once, in forward.
@@ -84,11 +74,6 @@ class Frame final : public TaskMember {
   /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Returns whether a dispatch mode of ours saw operators in the first run. LibTorch's formulas
-  /// ask for this (isTensorSubclassLike) and then save other tensors, so it must be the same in
-  /// recomputes.
-  bool sees_operators() const { return sees_operators_; }
-  void set_sees_operators(bool sees) { sees_operators_ = sees; }
   /// Returns the devices of the inputs and of the tensors that autograd has saved so far.
   DevicesMet devices_met() const;
   /// Visits the tensors from outside that are known and alive.
@@ -97,11 +82,7 @@ class Frame final : public TaskMember {
  private:
   friend class c10::intrusive_ptr<Frame>;
   // Called by LibTorch when the last strong reference is released, but only if weak ones remain.
-  void release_resources() override { empty(); }
-  void empty() noexcept;
-  struct Remains;
-  void tell_of_statistics(std::vector<const c10::StorageImpl*> statistics);
-  at::Tensor read_alone(int64_t position);
+  void release_resources() override;
   Value recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
                       const std::shared_ptr<RecomputedValues>& values, int64_t position);
   at::Tensor hand_over(int64_t position, Value&& value);
@@ -112,8 +93,7 @@ class Frame final : public TaskMember {
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
-  [[no_unique_address]] Slots slots_;
-  bool sees_operators_ = false;  // in the last word of the slots
+  Slots slots_;
   bool is_empty_ = false;
   ValuesByTask values_;
   ForwardNotes notes_;

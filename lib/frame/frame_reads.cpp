@@ -24,28 +24,21 @@ HeldInfo Frame::describe_slot(int64_t position) { return slots_.describe(positio
 
 void Frame::end_task(const TaskKey& task) noexcept { values_.end_task(task); }
 
-at::Tensor Frame::read_alone(int64_t position) {
+at::Tensor Frame::read_slot(int64_t position) {
+  using What = ValuesByTask::Turn::What;
+  const std::optional<Task> task = current_task();
+  ValuesByTask::Turn turn{.what = What::ReadAlone};
+  if (task) turn = values_.next(region_, slots_, *task, position, *this);
+  if (turn.what == What::Take) {
+    if (turn.is_cached) task->shared->touch(*this);
+    return hand_over(position, std::move(turn.value));
+  }
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
+  if (turn.what == What::Recompute)
+    return hand_over(position, recompute_for(self, *task, turn.values, position));
   RecomputedValues values(TaskKey{});
   recompute(self, values, position);
   return hand_over(position, values.take(position));
-}
-
-at::Tensor Frame::read_slot(int64_t position) {
-  const std::optional<Task> task = current_task();
-  if (!task) return read_alone(position);
-  ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position, *this);
-  switch (turn.what) {
-    case ValuesByTask::Turn::What::Take:
-      if (turn.is_cached) task->shared->touch(*this);
-      return hand_over(position, std::move(turn.value));
-    case ValuesByTask::Turn::What::ReadAlone:
-      return read_alone(position);
-    case ValuesByTask::Turn::What::Recompute:
-      break;
-  }
-  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
-  return hand_over(position, recompute_for(self, *task, turn.values, position));
 }
 
 // This thread recomputes; the others of the task wait (Rule 7).

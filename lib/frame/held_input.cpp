@@ -39,11 +39,12 @@ HeldInput::HeldInput(const at::Tensor& tensor, bool without_history) {
   tensor_ = given;
 }
 
-void HeldInput::register_hooks(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks) {
+void HeldInput::offload(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks) {
   saved_ = save(unpack());
   saved_->register_hooks(std::move(hooks));
   parts_.reset();
   tensor_.reset();
+  is_offloaded_ = true;
 }
 
 at::Tensor HeldInput::unpack() const {

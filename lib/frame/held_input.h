@@ -20,9 +20,11 @@ class HeldInput {
   /// Throws errors of the hooks around, and LibTorch's error for inference tensors.
   HeldInput(const at::Tensor& tensor, bool without_history);
 
+  /// Returns whether hooks hold the input: those around the region, or ours.
   bool has_hooks() const { return saved_ != nullptr; }
-  /// Saves the tensor anew through `hooks`. Requires an input without hooks.
-  void register_hooks(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
+  /// Saves the tensor anew through our own hooks. Requires an input without hooks.
+  void offload(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
+  bool is_offloaded() const { return is_offloaded_; }
   /// Returns the tensor, or an alias without its history. May make the region around recompute.
   at::Tensor unpack() const;
   /// Returns whether each `unpack` builds an alias of its own.
@@ -33,6 +35,7 @@ class HeldInput {
   std::optional<TensorParts> parts_;
   at::Tensor tensor_;
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< with hooks
+  bool is_offloaded_ = false;
 };
 
 }  // namespace remat

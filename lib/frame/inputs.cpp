@@ -73,6 +73,17 @@ void refuse_tangent(const at::Tensor& tensor) {
 
 }  // namespace
 
+Inputs::Watched::Watched(const at::Tensor& given)
+    : storage(weak_memory_of(given)),
+      object(given.getIntrusivePtr()),
+      counter(given.unsafeGetTensorImpl()->version_counter()),
+      version(counter.current_version()) {}
+
+bool Inputs::Copy::shares_memory() const {
+  const auto alive = storage.lock();
+  return shared_data != nullptr && alive && alive->data() == shared_data;
+}
+
 SlotFiller* Inputs::save(const Region& region) {
   RegionBody& body = *region.body;
   SlotFiller* stops = nullptr;
@@ -119,24 +130,14 @@ SlotFiller* Inputs::save(const Region& region) {
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
     if (role == GradRole::Result && seam::has_beside(tensor))
-      input.make_details().beside = seam::beside_values(tensor);
-    if (copy.defined()) {
-      Details& details = input.make_details();
-      details.is_copy = true;
-      details.original = WeakTensor(tensor.getIntrusivePtr());
-      details.copy = weak_storage_of(copy);
-      if (data_of(copy) == data_of(tensor)) details.shared_data = data_of(copy);
-    }
-    if (input.held.has_hooks() && !saving.is_slot()) {
-      const at::Tensor& given = copy.defined() ? copy : tensor;
-      Details& watched = input.make_details();
-      watched.is_watched = true;
-      watched.storage = weak_memory_of(given);
-      watched.object = WeakTensor(given.getIntrusivePtr());
-      watched.counter = given.unsafeGetTensorImpl()->version_counter();
-      watched.version = watched.counter.current_version();
-    }
-    if (storage_number >= 0 && (input.is_copy() || input.watched() != nullptr)) {
+      input.beside = std::make_unique<seam::Beside>(seam::beside_values(tensor));
+    if (copy.defined())
+      input.copy =
+          std::make_unique<Copy>(Copy{WeakTensor(tensor.getIntrusivePtr()), weak_storage_of(copy),
+                                      data_of(copy) == data_of(tensor) ? data_of(copy) : nullptr});
+    if (input.held.has_hooks() && !saving.is_slot())
+      input.watched = std::make_unique<Watched>(copy.defined() ? copy : tensor);
+    if (storage_number >= 0 && (input.copy != nullptr || input.watched != nullptr)) {
       if (unwatched_ == nullptr) unwatched_ = std::make_unique<std::vector<bool>>();
       const auto at = static_cast<std::size_t>(storage_number);
       unwatched_->resize(std::max(unwatched_->size(), at + 1));
@@ -147,56 +148,39 @@ SlotFiller* Inputs::save(const Region& region) {
     if (input.held.has_hooks()) return;
     auto hooks = layers.offload_input(
         tensor, region.extras == nullptr ? std::nullopt : region.extras->offload_prefetch_depth);
-    if (hooks == nullptr) return;
-    input.held.register_hooks(std::move(hooks));
-    input.is_offloaded = true;
+    if (hooks != nullptr) input.held.offload(std::move(hooks));
   });
   return stops;
 }
 
-/// Returns whether the tensor itself is held, here or where we moved it, so that its version is
-/// compared.
-bool Inputs::is_held(const Input& input) const {
-  return !input.is_copy() && (!input.held.has_hooks() || input.is_offloaded);
-}
-
-bool Inputs::has_moved(const Input& input) const {
-  return input.counter.enabled() && input.counter.current_version() != input.version;
-}
-
 bool Inputs::is_any_written() const {
   return std::any_of(saved_.begin(), saved_.end(), [this](const Input& each) {
-    return is_settled_ ? each.is_written : has_moved(each);
+    return is_settled_ ? each.is_written : each.has_moved();
   });
 }
 
 bool Inputs::is_written(const Input& input) const {
   if (is_settled_) return input.is_written;
   return std::any_of(saved_.begin(), saved_.end(), [&](const Input& other) {
-    return has_moved(other) && (&other == &input || (input.storage_number >= 0 &&
-                                                     other.storage_number == input.storage_number));
+    return other.has_moved() &&
+           (&other == &input ||
+            (input.storage_number >= 0 && other.storage_number == input.storage_number));
   });
 }
 
 void Inputs::note_written() {
   std::unordered_set<int32_t> written;  // numbers of storages
   for (const Input& each : saved_)
-    if (has_moved(each)) written.insert(each.storage_number);
+    if (each.has_moved()) written.insert(each.storage_number);
   for (Input& input : saved_)
     input.is_written =
-        has_moved(input) || (input.storage_number >= 0 && written.contains(input.storage_number));
-}
-
-/// Returns whether a copy is a lazy one, which has no memory of its own yet.
-bool Inputs::shares_memory(const Details& copy) {
-  const auto storage = copy.copy.lock();
-  return copy.shared_data != nullptr && storage && storage->data() == copy.shared_data;
+        input.has_moved() || (input.storage_number >= 0 && written.contains(input.storage_number));
 }
 
 bool Inputs::note_statistics(const Region& region, const c10::StorageImpl* statistics) {
   const int64_t number = storages_.number_of(statistics);
   for (Input& each : saved_)
-    each.is_moved |= number >= 0 && each.storage_number == number && !each.is_copy() &&
+    each.is_moved |= number >= 0 && each.storage_number == number && each.copy == nullptr &&
                      !region.options.ignores_buffers;
   return number >= 0;
 }
@@ -204,15 +188,14 @@ bool Inputs::note_statistics(const Region& region, const c10::StorageImpl* stati
 std::vector<HeldInput> Inputs::settle() {
   if (is_any_written()) note_written();
   bool is_any_compared = false;
-  for (Input& input : saved_)
-    is_any_compared |= input.is_object() && !input.held.has_hooks() && !input.is_copy();
+  for (Input& input : saved_) is_any_compared |= input.is_object() && input.is_in_place();
   is_settled_ = true;
   std::vector<HeldInput> lost;
   for (Input& input : saved_) {
-    if (!is_held(input) && !input.is_copy())
+    if (!input.is_held() && input.copy == nullptr)
       input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
-    input.is_lost = (input.is_written && is_held(input)) || input.is_moved;
-    if (input.is_copy()) input.details->is_lazy = shares_memory(*input.details);
+    input.is_lost = (input.is_written && input.is_held()) || input.is_moved;
+    if (input.copy != nullptr) input.copy->is_lazy = input.copy->shares_memory();
     if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
   // Storages of inputs held by the region around, or by hooks, would only keep the remains of a
@@ -223,16 +206,15 @@ std::vector<HeldInput> Inputs::settle() {
 }
 
 // See Note [Inputs that are copies].
-bool Inputs::is_copy_stale(const Input& input, const at::Tensor& data) const {
-  const Details& details = *input.details;
-  if (details.shared_data == nullptr || !has_moved(input) ||
-      storage_of(data) != details.copy._unsafe_get_target() || data_of(data) != details.shared_data)
+bool Inputs::Input::is_copy_stale(const at::Tensor& data) const {
+  if (copy == nullptr || copy->shared_data == nullptr || !has_moved() ||
+      storage_of(data) != copy->storage._unsafe_get_target() || data_of(data) != copy->shared_data)
     return false;
-  const auto original = details.original.lock();
+  const auto original = copy->original.lock();
   if (!original) return false;
   const at::Tensor now(original);
   // If the argument was given other data, its version does not describe the memory of the copy.
-  return data_of(now) == details.shared_data && layout_of(now) == input.layout;
+  return data_of(now) == copy->shared_data && layout_of(now) == layout;
 }
 
 /// Returns the identity of an input, as far as it is known without the tensor.
@@ -240,8 +222,10 @@ TensorIdentity Inputs::identity_of(const Input& input) const {
   TensorIdentity identity;
   if (const at::Tensor leaf = input.edge.leaf(); leaf.defined())
     identity.object = WeakTensor(leaf.getIntrusivePtr());
-  else if (input.details != nullptr)
-    identity.object = input.is_copy() ? input.details->original : input.details->object;
+  else if (input.copy != nullptr)
+    identity.object = input.copy->original;
+  else if (input.watched != nullptr)
+    identity.object = input.watched->object;
   identity.storage = storages_.weak_at(input.storage_number);
   return identity;
 }
@@ -249,32 +233,31 @@ TensorIdentity Inputs::identity_of(const Input& input) const {
 /// Returns whether the input's storage was resized to zero bytes, so that reading it would crash.
 /// Leaves are exempt: sharded parameters are freed in this way between uses, and have their memory
 /// again when the function reads them.
-bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
-  return input.role != GradRole::Leaf && storage_of(data) != nullptr &&
-         storage_of(data)->nbytes() == 0 && data.numel() > 0 && data.layout() == c10::kStrided &&
-         !data.is_meta() && !data._is_zerotensor() && !has_no_memory(data);
+bool Inputs::Input::is_freed(const at::Tensor& data) const {
+  return role != GradRole::Leaf && storage_of(data) != nullptr && storage_of(data)->nbytes() == 0 &&
+         data.numel() > 0 && data.layout() == c10::kStrided && !data.is_meta() &&
+         !data._is_zerotensor() && !has_no_memory(data);
 }
 
 // A tensor that a user's hooks hold must not be written to, and may be the original.
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
-  Details* const watched = input.watched();
-  if (input.is_lost || (is_held(input) && has_moved(input))) {
+  Watched* const watched = input.watched.get();
+  if (input.is_lost || (input.is_held() && input.has_moved())) {
     if (input.is_moved) throw_moved_statistics(region, position, identity_of(input));
     throw_changed_argument(region, position, identity_of(input), input.version,
                            input.counter.current_version(),
                            input.is_lost || !is_settled_ ? ChangedBy::Function : ChangedBy::Others);
   }
-  if (input.details != nullptr && input.details->is_spoiled)
-    throw_spoiled_argument(region, position);
+  if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
   at::Tensor data = input.held.unpack();
   if (!data.defined()) return data;
-  if (input.is_copy() && is_copy_stale(input, data))
+  if (input.is_copy_stale(data))
     throw_unseen_write(region, position, identity_of(input), input.version,
                        input.counter.current_version());
-  bool is_original = input.is_object() && !input.held.has_hooks();
+  bool is_original = input.is_object() && input.is_in_place();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
     const bool is_alias =
@@ -285,16 +268,16 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
                              input.is_written ? ChangedBy::Function : ChangedBy::Others,
                              /*is_held_by_hooks=*/true);
     if (version == expected) watched->version = watched->counter.current_version();
-    is_original = data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
+    is_original =
+        input.copy == nullptr && data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
     storage = watched->storage._unsafe_get_target();
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
   if (region.options.capture_check != CaptureCheck::Raise) return data;
-  const bool is_replaced = is_original && !input.is_copy() &&
-                           !is_planted(Fault::ReplacedArgument) &&
+  const bool is_replaced = is_original && !is_planted(Fault::ReplacedArgument) &&
                            (memory_of(data) != storage || layout_of(data) != input.layout);
-  if (is_replaced || is_freed(input, data)) throw_replaced_argument(region, position, data);
+  if (is_replaced || input.is_freed(data)) throw_replaced_argument(region, position, data);
   return data;
 }
 
@@ -321,17 +304,17 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     if (!given[i].defined() || input.same_as >= 0 || is_planted(Fault::WrittenArgument) ||
-        !(input.is_copy() || (is_any_written && input.held.has_hooks())))
+        !(input.copy != nullptr || (is_any_written && input.held.has_hooks())))
       continue;
     for (std::size_t j = 0; are_parted && is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           memory_of(given[j]) != memory_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
-    const bool is_lazy = input.is_copy() && input.details->is_lazy && !is_written(input);
+    const bool is_lazy = input.copy != nullptr && input.copy->is_lazy && !is_written(input);
     if (at::Tensor made = (is_lazy ? lazy : at_once).copy_of(given[i]); made.defined()) {
       tensors[i] = std::move(made);
       are_own[i] = true;
-    } else if (input.is_copy()) {
+    } else if (input.copy != nullptr) {
       tensors[i] = given[i].tensor_data();
     }
   }
@@ -340,34 +323,30 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
 
 /// Returns whether a leaf is as it was at the call, with the data that were unpacked. Hooks may
 /// have returned a copy of the data or, if they are lossy, other data.
-bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data) {
-  if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
+bool Inputs::Input::is_unchanged(const at::Tensor& leaf, const at::Tensor& data) const {
+  if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != layout)
     return false;
   if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
-  if (input.is_copy() && data_of(data) != nullptr && data_of(leaf) == data_of(data)) return true;
-  return (input.is_copy() || input.held.has_hooks()) && content_hash(leaf) == content_hash(data);
+  if (copy != nullptr && data_of(data) != nullptr && data_of(leaf) == data_of(data)) return true;
+  return !is_in_place() && content_hash(leaf) == content_hash(data);
 }
 
-at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,
-                           bool runs_backward) const {
-  if (input.is_object() && grad_role_of(data) == input.role) return data;
+at::Tensor Inputs::Input::in_role(at::Tensor data, bool is_any_written, bool runs_backward) const {
+  if (is_object() && grad_role_of(data) == role) return data;
   // The user may have changed its role since, or given it other data.
-  if (input.role == GradRole::Leaf && !is_any_written && !is_planted(Fault::ArgumentObject))
-    if (at::Tensor leaf = input.edge.leaf();
-        is_unchanged(input, leaf, data) &&
-        !(runs_backward && !torch::autograd::impl::hooks(leaf).empty()))
+  if (role == GradRole::Leaf && !is_any_written && !is_planted(Fault::ArgumentObject))
+    if (at::Tensor leaf = edge.leaf();
+        is_unchanged(leaf, data) && !(runs_backward && !torch::autograd::impl::hooks(leaf).empty()))
       return leaf;
-  at::Tensor alias = input.held.builds_alias() ? std::move(data) : data.tensor_data();
-  switch (input.role) {
+  at::Tensor alias = held.builds_alias() ? std::move(data) : data.tensor_data();
+  switch (role) {
     case GradRole::None:
       break;
     case GradRole::Leaf:
       alias.set_requires_grad(true);
       break;
     case GradRole::Result: {
-      static const seam::Beside nothing;
-      const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
-      if (input.is_view && !is_any_written && !runs_backward) {
+      if (is_view && !is_any_written && !runs_backward) {
         // The viewed tensor requires grad, as in forward: a view of it without grad mode also
         // claims to require grad.
         const at::Tensor base = alias.tensor_data().set_requires_grad(true);
@@ -375,9 +354,11 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
             alias, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
       }
-      torch::autograd::create_gradient_edge(alias, input_edge(beside.output_number));
-      if (beside.retains_grad) alias.retain_grad();
-      if (input.details != nullptr) seam::set_grad(alias, beside.grad);
+      torch::autograd::create_gradient_edge(
+          alias, input_edge(beside == nullptr ? 0 : beside->output_number));
+      if (beside == nullptr) break;
+      if (beside->retains_grad) alias.retain_grad();
+      seam::set_grad(alias, beside->grad);
       break;
     }
     case GradRole::NoGradViewOfLeaf:
@@ -408,8 +389,8 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
       tensor = tensors[static_cast<std::size_t>(input.same_as)];
       continue;
     }
-    tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
-    if (input.watched() != nullptr && !is_any_written && (are_own.empty() || !are_own[i]) &&
+    tensor = input.in_role(std::move(tensor), is_any_written, runs_backward);
+    if (input.watched != nullptr && !is_any_written && (are_own.empty() || !are_own[i]) &&
         !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
@@ -421,7 +402,7 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
 void Inputs::check_unwritten(const Region& region, const GivenInputs& given) const {
   for (const GivenInputs::Held& each : given.held) {
     if (each.counter.current_version() == each.version) continue;
-    saved_[each.input].details->is_spoiled = true;
+    saved_[each.input].watched->is_spoiled = true;
     throw_spoiled_argument(region, static_cast<int64_t>(each.input));
   }
 }

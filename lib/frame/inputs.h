@@ -94,8 +94,6 @@ class Inputs {
   /// does not show. Returns whether they are an argument: it then counts as written, unless the
   /// region ignores buffers.
   bool note_statistics(const Region& region, const c10::StorageImpl* statistics);
-  /// Releases the tensors.
-  void clear() { saved_.clear(); }
 
   /// Returns the storages of the inputs. Empty after the function has returned, if no input is
   /// compared any more.
@@ -112,14 +110,14 @@ class Inputs {
   bool is_offloaded(const c10::StorageImpl& storage) const {
     const int64_t number = storages_.number_of(&storage);
     return std::any_of(saved_.begin(), saved_.end(), [&](const Input& each) {
-      return each.is_offloaded && each.storage_number == number;
+      return each.held.is_offloaded() && each.storage_number == number;
     });
   }
   /// Returns whether the region itself holds an input that has the storage, as the same tensor.
   bool is_in_place(const c10::StorageImpl& storage) const {
     const int64_t number = storages_.number_of(&storage);
     return number >= 0 && std::any_of(saved_.begin(), saved_.end(), [&](const Input& each) {
-             return each.storage_number == number && !each.held.has_hooks() && !each.is_copy();
+             return each.storage_number == number && each.is_in_place();
            });
   }
   /// Returns whether unpacking the inputs detects a change of the storage's contents: an input has
@@ -146,73 +144,67 @@ class Inputs {
   std::vector<HeldInput> settle();
 
  private:
-  /// Data that only some inputs have.
-  struct Details {
-    /// LibTorch does not check the version of a tensor that comes from a user's hooks. They may
-    /// hold a copy, which a change of the original does not affect, or the original.
-    bool is_watched = false;
-    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
-    WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-    c10::VariableVersion counter{c10::VariableVersion::DISABLED};
-    std::atomic<uint32_t> version{0};     ///< hooks may write when they return it
+  /// An input that a user's hooks took. LibTorch does not check its version when it comes from
+  /// there. They may hold a copy, which a change of the original does not affect, or the original.
+  struct Watched {
+    WeakStorage storage;
+    WeakTensor object;
+    c10::VariableVersion counter;
+    std::atomic<uint32_t> version;        ///< hooks may write when they return it
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to the hooks' tensor
-    /// See Note [Inputs that are copies]. For a copy: the argument, the address of its memory, and
-    /// the copy's storage.
-    bool is_copy = false;
-    WeakTensor original{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-    const void* shared_data = nullptr;
-    WeakStorage copy{c10::intrusive_ptr<c10::StorageImpl>()};
-    bool is_lazy = false;  ///< and no mutable pointer to the argument was requested
-    /// Properties of a result beside its values.
-    seam::Beside beside{};
+    explicit Watched(const at::Tensor& given);
+  };
+  /// See Note [Inputs that are copies].
+  struct Copy {
+    WeakTensor original;
+    WeakStorage storage;      ///< the copy's
+    const void* shared_data;  ///< the address of the argument's memory if that is the copy's, too
+    bool is_lazy = false;     ///< and no mutable pointer to the argument was requested
+    /// Returns whether it has no memory of its own yet.
+    bool shares_memory() const;
   };
   struct Input {
     Input() = default;
     explicit Input(HeldInput kept) : held(std::move(kept)) {}
     HeldInput held;
-    std::unique_ptr<Details> details;
+    std::unique_ptr<Watched> watched;
+    std::unique_ptr<Copy> copy;
+    std::unique_ptr<seam::Beside> beside;  ///< properties of a result beside its values
     WeakEdge edge;
     c10::VariableVersion counter{
         c10::VariableVersion::DISABLED};  ///< for hooks' tensors, until the function has returned
     uint32_t version = 0;
     uint32_t layout = 0;  ///< for a tensor that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 24 = -1;  ///< the earlier input that is the same tensor, or -1
-    GradRole role : 2 =
-        GradRole::None;  ///< of forward's tensor; if it requires grad, each run gets an alias
-    bool has_tensor_hooks : 1 = false;
-    bool is_view : 1 = false;
-    bool is_offloaded : 1 = false;  ///< by the option: our own hooks hold it
-    bool is_lost : 1 = false;       ///< written, and its old contents are lost
-    bool is_moved : 1 = false;      ///< running statistics: see note_statistics()
-    bool is_written : 1 = false;    ///< by forward, maybe through a shared storage
-    Details& make_details() {
-      if (details == nullptr) details = std::make_unique<Details>();
-      return *details;
-    }
-    /// Returns null unless a user's hooks took the input.
-    Details* watched() const {
-      return details != nullptr && details->is_watched ? details.get() : nullptr;
-    }
-    bool is_copy() const { return details != nullptr && details->is_copy; }
+    int32_t same_as = -1;  ///< the earlier input that is the same tensor, or -1
+    /// The role of forward's tensor; if that requires grad, each run gets an alias.
+    GradRole role = GradRole::None;
+    bool has_tensor_hooks = false;
+    bool is_view = false;
+    bool is_moved = false;    ///< running statistics: see note_statistics()
+    bool is_written = false;  ///< by forward, maybe through a shared storage
+    bool is_lost = false;     ///< written, and its old contents are lost
+
     bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
+    /// Returns whether the tensor itself is held, here or where we moved it, so that its version is
+    /// compared.
+    bool is_held() const { return copy == nullptr && (!held.has_hooks() || held.is_offloaded()); }
+    /// Returns whether the region itself holds the tensor.
+    bool is_in_place() const { return copy == nullptr && !held.has_hooks(); }
+    bool has_moved() const { return counter.enabled() && counter.current_version() != version; }
+    bool is_freed(const at::Tensor& data) const;
+    bool is_copy_stale(const at::Tensor& data) const;
+    bool is_unchanged(const at::Tensor& leaf, const at::Tensor& data) const;
+    at::Tensor in_role(at::Tensor data, bool is_any_written, bool runs_backward) const;
   };
-  bool is_held(const Input& input) const;
-  static bool is_freed(const Input& input, const at::Tensor& data);
-  bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
   bool is_any_written() const;
   void note_written();
   bool is_any_parted(const std::vector<at::Tensor>& given) const;
   TensorIdentity identity_of(const Input& input) const;
-  static bool shares_memory(const Details& copy);
-  bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
   std::vector<bool> copy(const Region& region, std::vector<at::Tensor>& tensors,
                          bool is_any_written) const;
-  static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
-  at::Tensor in_role(const Input& input, at::Tensor data, bool is_any_written,
-                     bool runs_backward) const;
 
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;

@@ -229,8 +229,14 @@ void throw_differences(const Region& region, Differences differences, const OpLo
             "each call extends, a changed flag, an initialisation in its first forward).\nHint: make it depend on its arguments and on unchanged captures "
             "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
-  const TensorCheck::Report& report = differences.check->report();
-  throw_with(region, report.kind, report.fact, report.advice, std::move(differences.contents), log);
+  throw_with(
+      region, Kind::ValueMismatch,
+      "Recomputed values for the following tensors have different contents than during the forward pass.",
+      "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
+      "unregistered generator, a parameter changed through .data(), or a counter that it reads: a step "
+      "number, annealing, warm-up).\nHint: make the kernels deterministic, call backward before parameters "
+      "change, and pass such a number as an argument: the recompute gets forward's.\n",
+      std::move(differences.contents), log);
 }
 
 void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t recompute_count,

@@ -27,13 +27,13 @@ struct Differences {
   /// Changed captures that were not saved, but from which saved tensors were computed. They have no
   /// position.
   std::vector<Difference> operands;
-  /// The check that found the first of `contents`, or null.
-  const TensorCheck* check = nullptr;
   /// Positions in `captures` of tensors that now have another storage. Whether the recompute itself
   /// made that storage is known after it has unwound.
   std::vector<int64_t> replaced;
   /// Positions in `captures` of leaves in whose place the recompute saved another one.
   std::vector<int64_t> other_leaves;
+  /// True if contents differ in a tensor saved after another thread had drawn in forward.
+  bool has_other_numbers = false;
   /// True if the recompute itself wrote to a captured tensor.
   bool function_writes = false;
   /// True if the recompute computed with a tensor whose history was made after forward began.

@@ -21,10 +21,7 @@ std::string place_of_options(const Region& region) {
   const std::string_view path = region.file;
   if (path.ends_with("remat/options.h")) return {};
   const std::string_view file = path.substr(path.find_last_of("/\\") + 1);
-  const bool is_line_known = region.options.line != RegionOptions::max_line;
-  return fmt::format(
-      ", options at {}{}", file,
-      is_line_known ? fmt::format(":{}", static_cast<int>(region.options.line)) : "");
+  return fmt::format(", options at {}:{}", file, region.options.line);
 }
 
 const UserRegistrations* registrations_around(const Region& region) {

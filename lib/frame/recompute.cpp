@@ -1,5 +1,7 @@
 #include "lib/frame/recompute.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <exception>
 #include <memory>
 #include <optional>
@@ -9,6 +11,7 @@
 
 #include "lib/base/counters.h"
 #include "lib/base/planted_fault.h"
+#include "lib/base/set_while.h"
 #include "lib/base/stack_room.h"
 #include "lib/frame/active_recomputes.h"
 #include "lib/frame/filler.h"
@@ -24,63 +27,15 @@ namespace remat {
 
 namespace {
 
-/// The start and the outcome of one attempt.
+/// The start and the outcome of one attempt. A binding asks about it while the function runs.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
-  bool is_again = false;          ///< another attempt has read the inputs
-  std::string changed{};          ///< a buffer that it left otherwise than forward
-  bool may_lie_at_start = false;  ///< it threw an error that another start might avoid
+  bool is_again = false;                 ///< another attempt has read the inputs
+  std::string changed{};                 ///< a buffer that it left otherwise than forward
+  bool may_lie_at_start = false;         ///< it threw an error that another start might avoid
+  const UserRestore* restore = nullptr;  ///< while the function runs
 };
-
-/// The attempt that a binding asks about while the function runs.
-struct RunningAttempt {
-  Attempt& attempt;
-  const UserRestore& restore;
-};
-thread_local const RunningAttempt* running_attempt = nullptr;
-
-class RunningNow {
- public:
-  explicit RunningNow(const RunningAttempt& attempt)
-      : around_(std::exchange(running_attempt, &attempt)) {}
-  ~RunningNow() { running_attempt = around_; }
-  RunningNow& operator=(RunningNow&&) = delete;
-
- private:
-  const RunningAttempt* const around_;
-};
-
-/// Gives the filler the restored storages and buffers, for this object's lifetime.
-class VouchedFor {
- public:
-  VouchedFor(Filler& filler, UserRestore& restore, bool is_compared) : filler_(filler) {
-    filler_.set_vouched(restore.written());
-    filler_.set_written(is_compared ? &restore : nullptr);
-  }
-  ~VouchedFor() {
-    filler_.set_vouched(nullptr);
-    filler_.set_written(nullptr);
-  }
-  VouchedFor& operator=(VouchedFor&&) = delete;
-
- private:
-  Filler& filler_;
-};
-
-/// Tells the record of a recompute, if there is one, when its function runs.
-class RecordedRun {
- public:
-  explicit RecordedRun(RecordedRecompute* recorded) : recorded_(recorded) {
-    if (recorded_ != nullptr) recorded_->function_begins();
-  }
-  ~RecordedRun() {
-    if (recorded_ != nullptr) recorded_->function_ends();
-  }
-  RecordedRun& operator=(RecordedRun&&) = delete;
-
- private:
-  RecordedRecompute* const recorded_;
-};
+thread_local Attempt* running_attempt = nullptr;
 
 /// Returns whether a recompute must leave buffers as forward did.
 bool writes_buffers(Frame& frame) {
@@ -89,10 +44,10 @@ bool writes_buffers(Frame& frame) {
 }
 
 /// Returns the operands of forward that have changed. See Note [Captures that nothing saves].
-std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const Filler& filler) {
+std::vector<const CapturedOperand*> changed_operands(Frame& frame, const SlotComparer& comparer) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
   // Except an argument that was written to and whose contents were restored.
-  std::erase_if(changed, [&](const CapturedOperand* each) { return filler.gives(*each); });
+  std::erase_if(changed, [&](const CapturedOperand* each) { return comparer.given().has(*each); });
   return changed;
 }
 
@@ -108,8 +63,11 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       state != nullptr && state->has_users_providers())
     frame.visit_outside([&](at::Tensor known) { captured.push_back(std::move(known)); });
   UserRestore user_state(surroundings.user_state(), scope->own_lock(), captured, attempt.start);
-  const bool is_compared = filler.is_forward_over() && writes_buffers(frame);
-  const VouchedFor vouched(filler, user_state, is_compared);
+  SlotComparer& comparer = filler.comparer();
+  const bool is_forward_over = filler.progress().is_forward_over();
+  const bool is_compared = is_forward_over && writes_buffers(frame);
+  comparer.set_vouched(user_state.written());
+  if (is_compared) filler.stops().set_written(&user_state);
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
@@ -118,7 +76,10 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   if (!surroundings.snapshot().has_default_dtype())
     throw_default_dtype(region, surroundings.snapshot().default_dtype);
   const StreamScope streams(surroundings.streams(), inputs);
-  const RecordedRun recorded_run(recorded);
+  if (recorded != nullptr) recorded->function_begins();
+  const auto recorded_end = c10::make_scope_exit([&] {
+    if (recorded != nullptr) recorded->function_ends();
+  });
   const DeviceRngSwap device_rng(surroundings.device_states([&] { return frame.devices_met(); }),
                                  scope->own_lock());
   if (device_rng.has_failed())
@@ -128,34 +89,31 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "let one thread at a time run backward through regions that draw from "
                            "it, or set preserve_rng_state = false if other numbers do no harm");
   const DrawSwaps generators(scope->random());
-  struct EarlyGuardsEnd {  // also if an exception is thrown
-    ~EarlyGuardsEnd() { scope.put_back_early_guards(); }
-    RecomputeScope& scope;
-  } const early_guards_end{*scope};
   {
+    const auto early_guards_end = c10::make_scope_exit([&] { scope->early_guards().put_back(); });
     // Begins here, so that a provider that runs a backward is not part of the recompute.
     const ActiveRecompute active(frame.values(), values, filler, scope->own_lock());
     const AmbientRestore ambient(surroundings.snapshot());
     const detail::StackSwap clean(scope);
     std::optional<seam::DispatchMode> dispatch_mode;
-    if (frame.sees_operators()) dispatch_mode.emplace();
-    const OpLogScope logging(filler.log());
+    if (frame.notes().sees_operators()) dispatch_mode.emplace();
+    const OpLogScope logging(comparer.log());
     OutsideTensors outside;
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });
     scope->set_outside(&outside);
     scope->set_user_restore(&user_state);
-    const auto is_given = [&](const at::Tensor& tensor) { return filler.gives(tensor); };
+    const auto is_given = [&](const at::Tensor& tensor) { return comparer.given().has(tensor); };
     std::optional<ChangedOperands> operands;
-    if (region.options.capture_check == CaptureCheck::Raise && filler.is_forward_over())
-      operands.emplace(frame.start(), frame.operands(), changed_operands(frame, filler),
+    if (region.options.capture_check == CaptureCheck::Raise && is_forward_over)
+      operands.emplace(frame.start(), frame.operands(), changed_operands(frame, comparer),
                        user_state.written(), is_given);
     const seam::OnlyNodeWatch watch(operands ? &*operands : nullptr);
-    filler.set_operands(operands ? &*operands : nullptr);
+    if (operands) comparer.set_operands(&*operands);
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();
-    const RunningAttempt asked{attempt, user_state};
-    const RunningNow running_now(asked);
+    attempt.restore = &user_state;
+    const SetWhile running(running_attempt, &attempt);
     try {
       region.body->run_again(inputs);
     } catch (const StopSignal&) {
@@ -165,15 +123,14 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       if (!filler.has_stopped()) throw;
     }
     user_scope.reset();
-    filler.set_operands(nullptr);
     scope->set_outside(nullptr);
     scope->set_user_restore(nullptr);
-    if (filler.has_changed_captures() && outside.has_written()) filler.blame_function();
+    comparer.differences().function_writes =
+        !comparer.differences().captures.empty() && outside.has_written();
     outside.finish(region);
     if (KeptReplay* const replay = scope->replay()) replay->end();
     filler.finish();
   }
-  scope->put_back_early_guards();
   if (is_compared && attempt.changed.empty())
     if (const at::Tensor changed = user_state.changed_buffer(); changed.defined()) {
       attempt.changed = name_of(region, TensorIdentity::of(changed));
@@ -187,24 +144,28 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
 void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& scripts) {
   const Region& region = frame.region();
   const ForwardNotes& notes = frame.notes();
+  SlotComparer& comparer = filler.comparer();
   filler.rethrow_refusal();
   if (notes.has_scripts() && !ran_same_plans(notes.scripts(), scripts))
     throw_changed_script(region);
-  if (filler.has_other_numbers())
+  if (comparer.differences().has_other_numbers)
     throw_recompute_failed(
         region, "the recompute gave other values than forward, in which another thread drew",
         "a thread that the function starts itself draws from the default CPU generator, or an "
         "operator of the region gives other values each time it runs",
         "draw on the thread that calls the region, or set preserve_rng_state = false if other "
         "numbers do no harm");
-  if (filler.has_too_many() || !filler.is_complete() || filler.has_differences())
-    filler.note_members(frame.surroundings().user_state());
-  if (filler.has_too_many() || !filler.is_complete())
-    throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
-                         filler.take_parting(), filler.log());
-  if (!filler.has_differences()) return;
-  if (Differences differences = filler.take_differences(); differences.any())
-    throw_differences(region, std::move(differences), filler.log());
+  const Progress& progress = filler.progress();
+  const bool is_other_count = progress.has_too_many() || !progress.is_complete();
+  if (!is_other_count && !comparer.differences().any()) return;
+  if (const UserState* const state = frame.surroundings().user_state())
+    for (const auto& flags : state->registered().flags)
+      comparer.differences().has_other_members |= flags->has_other_members();
+  Differences differences = filler.take_differences();
+  if (is_other_count)
+    throw_count_mismatch(region, progress.num_slots(), progress.num_seen, std::move(differences),
+                         comparer.take_parting(), comparer.log());
+  if (differences.any()) throw_differences(region, std::move(differences), comparer.log());
 }
 
 /// Runs the function with the replay of kept results. Returns false if the run must be repeated.
@@ -234,7 +195,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   // Operators of the user's hooks, observers and providers do not belong to a region that waits on
   // this thread. run_function() watches operators if the frame does.
   const seam::DispatchModeOff unseen;
-  const PreparingRecompute preparing;
+  const SetWhile preparing(is_preparing_recompute(), true);
   try {
     std::unique_ptr<RecordedRecompute> recorded;
     if (is_recording() && frame->recorded() != nullptr) {
@@ -243,13 +204,13 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     }
     const auto profiled = profiler::recompute_scope(region.info);
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
-    std::optional<ReadsAgain> reads(std::in_place, attempt.is_again);
+    std::optional<SetWhile<bool>> reads(std::in_place, reads_again(), attempt.is_again);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
     reads.reset();
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
     Inputs::Versions in_forward;
-    if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
+    if (!filler.progress().is_forward_over()) in_forward = frame->inputs().versions_in_forward();
     if (!run_and_replay(*frame, values, filler, scope, given.tensors, recorded.get(), attempt) ||
         !attempt.changed.empty()) {
       values.clear();
@@ -346,16 +307,16 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
 StandInMembers::~StandInMembers() = default;
 
 bool recompute_starts_from_end() noexcept {
-  return running_attempt != nullptr && running_attempt->attempt.start == StartsFrom::End;
+  return running_attempt != nullptr && running_attempt->start == StartsFrom::End;
 }
 
 void compare_member(const std::string& name, const at::Tensor& in_forward,
                     const at::Tensor& now) noexcept {
   if (running_attempt == nullptr) return;
   if (in_forward.defined() == now.defined() &&
-      (!now.defined() || running_attempt->restore.is_as_left(in_forward, now)))
+      (!now.defined() || running_attempt->restore->is_as_left(in_forward, now)))
     return;
-  running_attempt->attempt.changed = name;
+  running_attempt->changed = name;
 }
 
 }  // namespace remat

@@ -32,8 +32,8 @@ RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& fil
     : FrameScope(std::move(recomputed)), filler_(filler), own_lock_{lock_owner_around()} {
   frame().surroundings().visit_draw_logs([this](DrawLog& log) { draws_.add(log); });
   const RegionOptions& options = frame().region().options;
-  early_stop = RegionOptions::said(options.early_stop_guard);
-  debug = RegionOptions::said(options.debug_guard);
+  early_stop = options.early_stop_guard;
+  debug = options.debug_guard;
   is_recompute = is_inside_recompute = true;
   lock_owner = &own_lock_;
   if (frame().surroundings().user_state() != nullptr) answers(Ability::State);
@@ -59,19 +59,19 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
   if (notes.has_run_backward())  // See Note [Accumulating once].
     if (auto leaves = notes.accumulated_leaves(); !leaves.is_empty())
       sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
-  if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.forbid_stop();
+  if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.stops().forbid();
   if (notes.has_plain_rest()) filler_.ignore_rest();
-  if (notes.has_scripts()) filler_.forbid_stop_in_scripts();
+  if (notes.has_scripts()) filler_.stops().forbid_in_scripts();
   if (frame().keeper() == nullptr) return;
   replay_ = frame().keeper()->begin_recompute(filler_, inputs);
-  filler_.set_replay(replay_.get());
+  filler_.comparer().set_replay(replay_.get());
 }
 
 void RecomputeScope::move_providers(const std::vector<std::any>& states) {
   if (user_restore_ == nullptr || states.empty()) return;
   const seam::DispatchModeOff unseen;
   user_restore_->move_to(states);
-  filler_.set_vouched(user_restore_->written());
+  filler_.comparer().set_vouched(user_restore_->written());
 }
 
 // A refusal counts even if the function catches it.
@@ -91,8 +91,9 @@ void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
   filler_.end_operator();
   const AskedOfInputs asked = frame().notes().asked_by_backward(num_backwards_++);
   // If the run is complete already, its gradients are not used.
-  const char* reason =
-      filler_.is_complete() ? nullptr : against(asked, frame().inputs(), aliases_, roots, targets);
+  const char* reason = filler_.progress().is_complete()
+                           ? nullptr
+                           : against(asked, frame().inputs(), aliases_, roots, targets);
   if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);
   if (reason != nullptr) refuse([&] { refuse_backward(frame().region(), reason); });
   if (replay_) replay_->check_backward(roots, targets);
@@ -122,20 +123,14 @@ void RecomputeScope::requires_grad_changes(const at::TensorBase& tensor) {
 
 DrawReplay* RecomputeScope::draw_replay(const c10::GeneratorImpl& generator) {
   if (DrawReplay* const replay = draws_.draw_replay(generator)) return replay;
-  EarlyGuards* const early = early_.load();
-  return early == nullptr ? nullptr : early->replay_of(generator);
+  return early_guards_.replay_of(generator);
 }
 
 void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
-  if (filler_.is_forward_over()) return;
-  if (early_.load() == nullptr) {
-    auto made = std::make_unique<EarlyGuards>();
-    const std::lock_guard<SpinLock> lock(own_early_lock_);
-    if (own_early_ == nullptr) early_ = (own_early_ = std::move(made)).get();
-  }
-  early_.load()->add(opened, frame().surroundings().user_state(), *this,
-                     frame().region().options.preserve_rng_state,
-                     std::this_thread::get_id() == owner);
+  if (filler_.progress().is_forward_over()) return;
+  early_guards_.add(opened, frame().surroundings().user_state(), *this,
+                    frame().region().options.preserve_rng_state,
+                    std::this_thread::get_id() == owner);
 }
 
 }  // namespace remat

@@ -40,11 +40,9 @@ class RecomputeScope final : public FrameScope {
   /// The replay is null if nothing is kept.
   KeptReplay* replay() const { return replay_.get(); }
   RecomputeDraws& random() { return draws_; }
-  /// Restores the state that guards opened ahead of the waiting forward changed, when the function
-  /// has ended.
-  void put_back_early_guards() noexcept {
-    if (EarlyGuards* const early = early_.load()) early->put_back();
-  }
+  /// Returns the guards opened ahead of the waiting forward, to be put back when the function has
+  /// ended.
+  EarlyGuards& early_guards() { return early_guards_; }
   const LockOwner& own_lock() const { return own_lock_; }
 
   // Watchers.
@@ -67,10 +65,7 @@ class RecomputeScope final : public FrameScope {
   std::unique_ptr<GradientSinks> sinks_;  // null in most recomputes
   std::unique_ptr<KeptReplay> replay_;
   RecomputeDraws draws_;
-  // Null in most recomputes.
-  SpinLock own_early_lock_;
-  std::unique_ptr<EarlyGuards> own_early_;
-  std::atomic<EarlyGuards*> early_{nullptr};  // the same, for threads that inherited the scope
+  EarlyGuards early_guards_;
   std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
   const LockOwner own_lock_;

@@ -53,7 +53,7 @@ namespace recording {
 
 inline constinit std::atomic<int> num_alive{0};
 
-/// What became of one call under a policy, as DecisionReport says it.
+/// The outcome of one call under a policy, as in DecisionReport.
 struct DecidedCall {
   std::string_view op, outcome;  ///< live for good
   std::string reason;

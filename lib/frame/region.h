@@ -2,7 +2,6 @@
 // A region's function, the options in force, and data that only some regions have.
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -23,39 +22,25 @@ class Surroundings;
 
 /// The options in force for a region, guards applied.
 struct RegionOptions {
-  static constexpr uint16_t max_line = 0x7fff;
-  enum class Guarded : uint8_t { No, Off, On };
-
-  // In this order no field crosses the boundary of its storage unit.
-  uint16_t line : 15 = 0;  ///< of `CheckpointOptions::location`; `max_line` if that or larger
-  bool early_stop : 1 = true;
+  uint32_t line = 0;  ///< of `CheckpointOptions::location`
+  bool early_stop = true;
+  bool debug = false;
   /// Settings of the guards around the region, for the regions inside its recompute.
-  Guarded early_stop_guard : 2 = Guarded::No;
-  Guarded debug_guard : 2 = Guarded::No;
-  bool debug : 1 = false;
-  bool preserve_rng_state : 1 = true;
-  bool strict_unpack : 1 = false;
-  bool offload_inputs : 1 = false;
-  bool ignores_buffers : 1 = false;  ///< `BufferPolicy::Ignore`
-  bool copies_inputs : 1 = false;    ///< InputMode::CopyOnWrite
-  bool always_stops : 1 = false;     ///< FunctionFacts::always_stops
-  DeterminismCheck determinism_check : 3 = DeterminismCheck::Metadata;
-  CaptureCheck capture_check : 2 = CaptureCheck::Raise;
-
-  static Guarded guarded(std::optional<bool> said) {
-    return !said ? Guarded::No : *said ? Guarded::On : Guarded::Off;
-  }
-  static std::optional<bool> said(Guarded guarded) {
-    if (guarded == Guarded::No) return std::nullopt;
-    return guarded == Guarded::On;
-  }
+  std::optional<bool> early_stop_guard{}, debug_guard{};
+  bool preserve_rng_state = true;
+  bool strict_unpack = false;
+  bool offload_inputs = false;
+  bool ignores_buffers = false;  ///< `BufferPolicy::Ignore`
+  bool copies_inputs = false;    ///< InputMode::CopyOnWrite
+  bool always_stops = false;     ///< FunctionFacts::always_stops
+  DeterminismCheck determinism_check = DeterminismCheck::Metadata;
+  CaptureCheck capture_check = CaptureCheck::Raise;
 };
-static_assert(sizeof(RegionOptions) == 4, "they fill the last word of the info");
 
 /// Data that only some regions have.
 struct RegionExtras {
   std::string name;
-  TensorChecks checks;
+  std::unique_ptr<TensorCheck> check;  ///< null for none
   ContextPair contexts;
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
@@ -74,7 +59,7 @@ struct RegionExtras {
 };
 
 struct Region {
-  [[no_unique_address]] RegionInfo info;  // the options begin in its last word
+  RegionInfo info;
   RegionOptions options;
   std::unique_ptr<RegionExtras> extras{};  ///< null if the region has none
   std::unique_ptr<RegionBody> body{};
@@ -83,10 +68,8 @@ struct Region {
   /// without its frame.
   const Surroundings* surroundings = nullptr;
 
-  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
-    if (extras == nullptr) return {};
-    return extras->checks;
-  }
+  /// Returns the check beyond metadata, or null.
+  const TensorCheck* check() const { return extras == nullptr ? nullptr : extras->check.get(); }
 };
 
 }  // namespace remat

@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "lib/base/once_per_name.h"
+#include "lib/scope/region_scope.h"
 #include "lib/seam/warn.h"
+#include "lib/state/buffer.h"
 #include "lib/state/module_state.h"
 
 namespace remat {
@@ -22,11 +24,21 @@ bool may_be_restored(const UserState* state, const c10::StorageImpl* buffer) {
 
 }  // namespace
 
-void warn_of_running_statistics(const Region& region, const Surroundings& surroundings,
-                                const std::vector<const c10::StorageImpl*>& statistics) {
-  if (region.options.ignores_buffers) return;
+void saw_running_statistics(const Region& region, Inputs& inputs, const Surroundings& surroundings,
+                            std::vector<const c10::StorageImpl*> statistics) {
+  for (const c10::StorageImpl* each : statistics)
+    if (each != nullptr) note_norm(*each);
+  bool runs_again = true;
+  detail::visit_regions([&](detail::RegionScope& around) {
+    runs_again = runs_again && !around.is_save_region;
+    for (const c10::StorageImpl* each : statistics)
+      if (runs_again && each != nullptr) around.statistics_moved(each);
+  });
+  std::erase_if(statistics,
+                [&](const c10::StorageImpl* each) { return inputs.note_statistics(region, each); });
   const UserState* const state = surroundings.user_state();
-  if (std::all_of(statistics.begin(), statistics.end(),
+  if (region.options.ignores_buffers ||
+      std::all_of(statistics.begin(), statistics.end(),
                   [&](const auto* buffer) { return may_be_restored(state, buffer); }))
     return;
   static OncePerName warned;

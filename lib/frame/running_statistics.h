@@ -5,16 +5,18 @@
 
 #include <vector>
 
+#include "lib/frame/inputs.h"
 #include "lib/frame/region.h"
 #include "lib/state/surroundings.h"
 
 namespace remat {
 
-/// Warns, once for each region name, that recomputes will move running statistics again, unless
-/// these are restored in recomputes or the region ignores buffers. `statistics`: buffers that a
-/// batch norm in training mode saved in the region; a null entry stands for an instance norm that
-/// moves some. Call it when the region's function has returned.
-void warn_of_running_statistics(const Region& region, const Surroundings& surroundings,
-                                const std::vector<const c10::StorageImpl*>& statistics);
+/// Reports the storages of running statistics that a batch norm in training mode saved in the
+/// region; a null entry stands for an instance norm that moves some. Running statistics that are
+/// arguments become an error in backward, in each region whose recompute would move them. For
+/// others a warning is issued, once for each region name, unless they are restored in recomputes or
+/// the region ignores buffers. Call it when the region's function has returned.
+void saw_running_statistics(const Region& region, Inputs& inputs, const Surroundings& surroundings,
+                            std::vector<const c10::StorageImpl*> statistics);
 
 }  // namespace remat

@@ -46,7 +46,7 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
   if (has_contents_.load(std::memory_order_acquire))
     note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
   const int64_t position = push(std::move(slot), region);
-  if (is_hashed || !region.checks().empty()) add_pending(position, saved);
+  if (is_hashed || region.check() != nullptr) add_pending(position, saved);
   if (origin != nullptr) note_rest(region);
   return position;
 }
@@ -103,12 +103,10 @@ void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_e
   }
   for (const auto& [position, tensor, version] : due) {
     if (static_cast<uint32_t>(tensor._version()) != version) continue;
-    std::vector<NoteOfSlot> made;
-    for (const auto& check : region.checks())
-      made.push_back({position, check.get(), check->note(tensor)});
-    if (made.empty()) made.push_back({position, nullptr, text_of_contents(tensor)});
+    const TensorCheck* const check = region.check();
+    std::string note = check == nullptr ? text_of_contents(tensor) : check->note(tensor);
     std::lock_guard<SpinLock> lock(mutex_);
-    std::move(made.begin(), made.end(), std::back_inserter(contents_->notes));
+    contents_->notes.emplace_back(position, std::move(note));
   }
 }
 
@@ -116,13 +114,13 @@ void Slots::note_rest(const Region& region) {
   if (has_contents_.load(std::memory_order_acquire)) note_pending(region, 0, /*is_end=*/true);
 }
 
-c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {
-  if (contents_ == nullptr) return {};
-  const std::vector<NoteOfSlot>& notes = contents_->notes;
-  const auto [first, last] = std::equal_range(
-      notes.begin(), notes.end(), NoteOfSlot{position, nullptr, {}},
-      [](const NoteOfSlot& a, const NoteOfSlot& b) { return a.position < b.position; });
-  return {notes.data() + (first - notes.begin()), static_cast<std::size_t>(last - first)};
+const std::string* Slots::note_of(int64_t position) const {
+  if (contents_ == nullptr) return nullptr;
+  const auto& notes = contents_->notes;
+  const auto found =
+      std::lower_bound(notes.begin(), notes.end(), position,
+                       [](const auto& note, int64_t wanted) { return note.first < wanted; });
+  return found == notes.end() || found->first != position ? nullptr : &found->second;
 }
 
 void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept,

@@ -33,14 +33,6 @@ struct SlotView {
   bool last_is_small = false;  ///< the last slot's operator has next to nothing left to do
 };
 
-/// The note of a check on the tensor in a slot. The check is null, and the note a hash, if another
-/// thread had drawn random numbers.
-struct NoteOfSlot {
-  int64_t position;
-  const TensorCheck* check;
-  std::string text;
-};
-
 /// Written by the thread that runs the forward, and by the engine's threads that run a backward in
 /// it. Read by recomputes on any thread.
 class Slots {
@@ -94,9 +86,10 @@ class Slots {
   }
   /// Returns the number of slots. Call it when the forward is over, or on its thread.
   int64_t size() const { return static_cast<int64_t>(slots_.size()); }
-  /// Returns the notes of one slot; empty if it is not compared beyond metadata. Call it in
-  /// `with_slot`.
-  c10::ArrayRef<NoteOfSlot> notes_of(int64_t position) const;
+  /// Returns the note of one slot: that of the region's check or, without one, a hash, since
+  /// another thread had drawn random numbers. Null if it is not compared beyond metadata. Call it
+  /// in `with_slot`.
+  const std::string* note_of(int64_t position) const;
   /// Returns whether any leaf that a slot follows has changed.
   bool is_any_leaf_changed() const;
   bool has_slot_of(const c10::StorageImpl* storage) const;
@@ -127,8 +120,8 @@ class Slots {
     uint32_t version;
   };
   struct Contents {
-    std::vector<NoteOfSlot> notes;  // by position
-    std::vector<Pending> pending;   // noted when their operator is over
+    std::vector<std::pair<int64_t, std::string>> notes;  // by position
+    std::vector<Pending> pending;                        // noted when their operator is over
   };
   std::unique_ptr<Contents> contents_;  // null while no contents are compared
   Slab<Drop> hooks_;

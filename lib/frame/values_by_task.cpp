@@ -12,13 +12,10 @@
 
 namespace remat {
 
-namespace {
-thread_local bool reads_again = false;
-}  // namespace
-
-ReadsAgain::ReadsAgain(bool is_again) : before_(std::exchange(reads_again, is_again)) {}
-ReadsAgain::~ReadsAgain() { reads_again = before_; }
-bool ReadsAgain::is_on() { return reads_again; }
+bool& reads_again() {
+  thread_local bool is_on = false;
+  return is_on;
+}
 
 // Rule 4: unpacked is released, except that a cache keeps the value for the next backward.
 Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t position,
@@ -68,7 +65,7 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
       continue;
     }
     const int64_t read_by = index < values->handed_to.size() ? values->handed_to[index] : -1;
-    if (region.options.strict_unpack && read_by == task.graph.id && !ReadsAgain::is_on()) {
+    if (region.options.strict_unpack && read_by == task.graph.id && !reads_again()) {
       lock.unlock();
       throw_double_unpack(region, position, slots.identity_of(position));
     }

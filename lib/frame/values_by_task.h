@@ -16,18 +16,9 @@
 
 namespace remat {
 
-/// Marks that a repeated recompute reads its inputs on this thread, which is not a second read for
-/// strict_unpack.
-class ReadsAgain {
- public:
-  explicit ReadsAgain(bool is_again);
-  ~ReadsAgain();
-  ReadsAgain& operator=(ReadsAgain&&) = delete;
-  static bool is_on();
-
- private:
-  const bool before_;
-};
+/// Returns this thread's mark of a repeated recompute that reads its inputs, which is not a second
+/// read for strict_unpack.
+bool& reads_again();
 
 /// Holds a frame's recomputed values until they are read (Rules 4, 7 and 9). Threads: any.
 class ValuesByTask {
@@ -35,10 +26,11 @@ class ValuesByTask {
   /// The action of a thread that wants the value of a slot.
   struct Turn {
     enum class What { Take, ReadAlone, Recompute } what = What::Recompute;
-    Value value{};                             ///< Take: the value
-    std::shared_ptr<RecomputedValues> values;  ///< Recompute: into these, then `filled` or `failed`
-    bool is_cached = false;                    ///< Take: a cache keeps it, too
-    c10::intrusive_ptr<SlotOwner> owner{};     ///< if the thread waited
+    Value value{};  ///< Take: the value
+    std::shared_ptr<RecomputedValues>
+        values{};                           ///< Recompute: into these, then `filled` or `failed`
+    bool is_cached = false;                 ///< Take: a cache keeps it, too
+    c10::intrusive_ptr<SlotOwner> owner{};  ///< if the thread waited
   };
   /// Waits while another thread of the task recomputes. That may release the last reference to
   /// `owner` except the turn's. Throws CheckpointError where the value must not be read again.
@@ -58,7 +50,6 @@ class ValuesByTask {
 
   using All = c10::SmallVector<std::shared_ptr<RecomputedValues>, 1>;
   All release() { return std::move(all_); }
-  void clear() { all_.clear(); }
 
  private:
   Value take(const Region& region, RecomputedValues& values, int64_t position, const Task& task);

@@ -81,26 +81,10 @@ std::shared_ptr<ElsewhereScope> scope_with(std::unique_ptr<Place> place, DepotOp
   return std::make_shared<ElsewhereScope>(depot_with(std::move(place), options));
 }
 
-void check_not_negative(const char* guard, int64_t value, const char* name) {
+int64_t not_negative(const char* guard, const char* name, int64_t value) {
   TORCH_CHECK_VALUE(value >= 0, "remat::", guard, ": ", name, " is ", value,
                     ".\nHint: give 0 or more.");
-}
-
-std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
-                                              const SaveElsewhereOptions& options) {
-  TORCH_CHECK_VALUE(place != nullptr,
-                    "remat::SaveElsewhereGuard: the place is null.\nHint: give it one, such as "
-                    "std::make_unique<YourPlace>().");
-  const auto check = [](int64_t value, const char* name) {
-    check_not_negative("SaveElsewhereGuard", value, name);
-  };
-  check(options.min_bytes, "min_bytes");
-  check(options.prefetch_depth, "prefetch_depth");
-  check(options.max_bytes_in_flight, "max_bytes_in_flight");
-  return scope_with(std::move(place), {.min_bytes = options.min_bytes,
-                                       .skip_parameters = options.skip_parameters,
-                                       .prefetch_depth = options.prefetch_depth,
-                                       .max_bytes_in_flight = options.max_bytes_in_flight});
+  return value;
 }
 
 /// Returns the rule for the last saved tensors, which stay on the device; null if none do.
@@ -109,50 +93,63 @@ std::shared_ptr<Staying> staying_last(int64_t keep_last) {
   return keep_last == 0 ? nullptr : std::make_shared<Staying>(0, 0, nothing, keep_last);
 }
 
+/// Returns those options of a guard that its depot follows. `Options` may lack some of them.
+template <class Options>
+DepotOptions depot_options(const char* guard, const Options& options) {
+  DepotOptions depot{.min_bytes = not_negative(guard, "min_bytes", options.min_bytes)};
+  if constexpr (requires { options.skip_parameters; })
+    depot.skip_parameters = options.skip_parameters;
+  if constexpr (requires { options.prefetch_depth; })
+    depot.prefetch_depth = not_negative(guard, "prefetch_depth", options.prefetch_depth);
+  if constexpr (requires { options.max_bytes_in_flight; })
+    depot.max_bytes_in_flight =
+        not_negative(guard, "max_bytes_in_flight", options.max_bytes_in_flight);
+  if constexpr (requires { options.keep_last; })
+    depot.staying = staying_last(not_negative(guard, "keep_last", options.keep_last));
+  return depot;
+}
+
+std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
+                                              const SaveElsewhereOptions& options) {
+  TORCH_CHECK_VALUE(place != nullptr,
+                    "remat::SaveElsewhereGuard: the place is null.\nHint: give it one, such as "
+                    "std::make_unique<YourPlace>().");
+  return scope_with(std::move(place), depot_options("SaveElsewhereGuard", options));
+}
+
 std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options,
                                          std::shared_ptr<MoveTotals> totals) {
-  check_not_negative("SaveOnCpuGuard", options.min_bytes, "min_bytes");
-  check_not_negative("SaveOnCpuGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
-  check_not_negative("SaveOnCpuGuard", options.prefetch_depth, "prefetch_depth");
-  check_not_negative("SaveOnCpuGuard", options.keep_last, "keep_last");
+  DepotOptions depot = depot_options("SaveOnCpuGuard", options);
   // Only asynchronous copies gain from being started early.
+  if (!options.pin_memory) depot.prefetch_depth = 0;
+  depot.max_bytes_in_flight = DepotOptions().max_bytes_in_flight;  // the place's own
+  depot.totals = std::move(totals);
   return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory, options.max_bytes_in_flight),
-                    {.min_bytes = options.min_bytes,
-                     .skip_parameters = options.skip_parameters,
-                     .prefetch_depth = options.pin_memory ? options.prefetch_depth : 0,
-                     .staying = staying_last(options.keep_last),
-                     .totals = std::move(totals)});
+                    std::move(depot));
 }
 
 std::shared_ptr<ElsewhereScope> scope_of(SaveOnDiskOptions options,
                                          std::shared_ptr<MoveTotals> totals) {
-  check_not_negative("SaveOnDiskGuard", options.min_bytes, "min_bytes");
-  check_not_negative("SaveOnDiskGuard", options.prefetch_depth, "prefetch_depth");
-  return scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)),
-                    {.min_bytes = options.min_bytes,
-                     .prefetch_depth = options.prefetch_depth,
-                     .totals = std::move(totals)});
+  DepotOptions depot = depot_options("SaveOnDiskGuard", options);
+  depot.totals = std::move(totals);
+  return scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)), std::move(depot));
 }
 
 std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
                                          const std::shared_ptr<TierTotals>& totals) {
-  check_not_negative("SaveInTiersGuard", options.device_bytes, "device_bytes");
-  check_not_negative("SaveInTiersGuard", options.host_bytes, "host_bytes");
-  check_not_negative("SaveInTiersGuard", options.min_bytes, "min_bytes");
-  check_not_negative("SaveInTiersGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
-  check_not_negative("SaveInTiersGuard", options.keep_last, "keep_last");
+  not_negative("SaveInTiersGuard", "device_bytes", options.device_bytes);
+  not_negative("SaveInTiersGuard", "host_bytes", options.host_bytes);
+  DepotOptions depot = depot_options("SaveInTiersGuard", options);
   TORCH_CHECK_VALUE(
       !options.directory.empty() || options.host_bytes == SaveInTiersOptions().host_bytes,
       "remat::SaveInTiersGuard: host_bytes is ", options.host_bytes,
       " and there is no directory for what is more.\nHint: name a directory, or leave "
       "host_bytes out.");
   const std::shared_ptr<const std::atomic<int64_t>> on_host(totals, &totals->on_host);
-  return scope_with(std::make_unique<SaveInTiers>(options, totals),
-                    {.min_bytes = options.min_bytes,
-                     .prefetch_depth = 1,
-                     .max_bytes_in_flight = options.max_bytes_in_flight,
-                     .staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes,
-                                                          on_host, options.keep_last)});
+  depot.prefetch_depth = 1;
+  depot.staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes, on_host,
+                                            options.keep_last);
+  return scope_with(std::make_unique<SaveInTiers>(options, totals), std::move(depot));
 }
 
 /// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU with

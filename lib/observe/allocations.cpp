@@ -36,10 +36,7 @@ void tell_allocation(const seam::AllocationReport& report) noexcept try {
     event.text = std::make_shared<const std::string>(region->name());
   }
   recordings().visit([&](Recording& recording) {
-    if (!recording.options().memory) return;
-    Event own = event;
-    own.time_ns = recording.time_of(std::chrono::steady_clock::now());
-    recording.add(std::move(own), region == nullptr ? -1 : region->id);
+    if (recording.options().memory) recording.add(event, region == nullptr ? -1 : region->id);
   });
 } catch (...) {  // no room for an event must not end an allocation
 }

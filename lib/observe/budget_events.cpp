@@ -26,12 +26,6 @@ Limits& limits() {
   return *all;
 }
 
-void tell(Recording& recording, Event event, std::chrono::steady_clock::time_point begin = {}) {
-  event.time_ns = recording.time_of(std::chrono::steady_clock::now());
-  if (begin != std::chrono::steady_clock::time_point{}) event.begin_ns = recording.time_of(begin);
-  recording.add(std::move(event), -1);
-}
-
 Event event_of_budget(c10::Device device) {
   return {.kind = EventKind::Budget,
           .device = device,
@@ -51,17 +45,12 @@ std::atomic<int64_t>& budget_limit(c10::Device device) {
 void budget_drops(const std::vector<Eviction>& evictions) {
   const Writing writing;
   recordings().visit([&](Recording& recording) {
-    for (const Eviction& each : evictions) {
-      tell(recording, {.kind = each.is_moved ? EventKind::MoveAway : EventKind::Eviction,
-                       .device = each.device,
-                       .number = each.bytes,
-                       .text = std::make_shared<const std::string>(each.op),
-                       .bytes = {.live = each.live}});
-      recording.sum_evictions(each.op, [&](EvictionReport& sums) {
-        (each.is_moved ? sums.moves : sums.evictions) += 1;
-        (each.is_moved ? sums.bytes_moved : sums.bytes_evicted) += each.bytes;
-      });
-    }
+    for (const Eviction& each : evictions)
+      recording.add({.kind = each.is_moved ? EventKind::MoveAway : EventKind::Eviction,
+                     .device = each.device,
+                     .number = each.bytes,
+                     .text = std::make_shared<const std::string>(each.op),
+                     .bytes = {.live = each.live}});
   });
 }
 
@@ -71,26 +60,18 @@ void budget_reads_back(c10::Device device, int64_t bytes) {
                     .device = device,
                     .number = bytes,
                     .bytes = {.live = live_on(device)}};
-  recordings().visit([&](Recording& recording) { tell(recording, event); });
+  recordings().visit([&](Recording& recording) { recording.add(event); });
 }
 
 void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
                    std::chrono::steady_clock::time_point begin) {
-  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
   const Writing writing;
   const Event event{.kind = EventKind::Rerun,
                     .device = device,
                     .number = bytes,
                     .text = std::make_shared<const std::string>(op),
                     .bytes = {.live = live_on(device)}};
-  recordings().visit([&](Recording& recording) {
-    tell(recording, event, begin);
-    recording.sum_evictions(op, [&](EvictionReport& sums) {
-      sums.reruns += 1;
-      sums.bytes_rerun += bytes;
-      sums.rerun_s += taken.count();
-    });
-  });
+  recordings().visit([&](Recording& recording) { recording.add(event, -1, begin); });
 }
 
 void add_budgets(Recording& recording) {
@@ -99,14 +80,14 @@ void add_budgets(Recording& recording) {
     if (limits()[i].load(std::memory_order_relaxed) == no_budget) continue;
     const c10::Device device =
         i == 0 ? c10::Device(c10::kCPU) : c10::Device(far, static_cast<c10::DeviceIndex>(i - 1));
-    tell(recording, event_of_budget(device));
+    recording.add(event_of_budget(device));
   }
 }
 
 void budget_changes(c10::Device device) {
   if (!is_recording()) return;
   const Writing writing;
-  recordings().visit([&](Recording& recording) { tell(recording, event_of_budget(device)); });
+  recordings().visit([&](Recording& recording) { recording.add(event_of_budget(device)); });
 }
 
 }  // namespace remat::recording

@@ -54,11 +54,9 @@ class SampledDevice {
     tell([&](Recording& each) {
       each.saw(device, is_exact_, std::max(live, peak));
       for (const int64_t bytes : {hides_peak ? peak : live, live}) {
-        each.add(Event{.kind = EventKind::Memory,
-                       .device = device,
-                       .time_ns = each.time_of(std::chrono::steady_clock::now()),
-                       .bytes = KeptBytes::all().now(device, bytes)},
-                 -1);
+        each.add({.kind = EventKind::Memory,
+                  .device = device,
+                  .bytes = KeptBytes::all().now(device, bytes)});
         if (!hides_peak) break;
       }
     });
@@ -70,10 +68,10 @@ class SampledDevice {
     last_live_ = meter_.live_bytes();
     num_failed_ = source_.num_failed();
     recording.saw(meter_.device(), is_exact_, last_live_);
-    recording.add(Event{.kind = EventKind::Memory,
-                        .device = meter_.device(),
-                        .bytes = KeptBytes::all().now(meter_.device(), last_live_)},
-                  -1);
+    recording.add({.kind = EventKind::Memory,
+                   .device = meter_.device(),
+                   .time_ns = 0,
+                   .bytes = KeptBytes::all().now(meter_.device(), last_live_)});
   }
 
  private:

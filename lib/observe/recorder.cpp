@@ -47,12 +47,10 @@ void write(Event event, const RegionInfo* region = nullptr, Clock::time_point be
     if (event.kind == EventKind::Operator && !options.operators) return;
     if (event.kind == EventKind::Memory && !options.memory) return;
     Event own = event;
-    own.time_ns = recording.time_of(Clock::now());
-    if (begin != Clock::time_point{}) own.begin_ns = recording.time_of(begin);
     if (options.memory && event.kind != EventKind::Operator)
       own.bytes = KeptBytes::all().now(
           c10::kCPU, event.kind == EventKind::Memory ? event.bytes.live : meter().live_bytes());
-    recording.add(std::move(own), region == nullptr ? -1 : region->id);
+    recording.add(std::move(own), region == nullptr ? -1 : region->id, begin);
   });
 }
 
@@ -146,25 +144,10 @@ class RecordedCopies final : public CopyWatch {
 class RecordedFiles final : public FileWatch {
   void ended(const Ended& work) noexcept override {
     if (!is_recording()) return;
-    const double seconds = seconds_since(work.begin);
     const EventKind kind = work.work == Work::Write  ? EventKind::FileWrite
                            : work.work == Work::Read ? EventKind::FileRead
                                                      : EventKind::FileWait;
-    write({.kind = kind, .number = work.bytes}, nullptr, work.begin);
-    recordings().visit([&](Recording& recording) {
-      recording.sum_files([&](FileReport& files) {
-        if (work.work == Work::Write) {
-          files.bytes_written += work.bytes;
-          files.write_s += seconds;
-        } else if (work.work == Work::Read) {
-          files.bytes_read += work.bytes;
-          files.read_s += seconds;
-        }
-        if (!work.held_up) return;
-        files.waits += 1;
-        files.waited_s += seconds;
-      });
-    });
+    write({.kind = kind, .held_up = work.held_up, .number = work.bytes}, nullptr, work.begin);
   }
 };
 
@@ -193,14 +176,7 @@ class Recompute final : public RecordedRecompute {
     write({.kind = EventKind::RecomputeBegins, .text = name_}, &region_);
   }
   ~Recompute() override {
-    const double seconds = seconds_since(begin_);
     write({.kind = end_, .number = bytes_, .text = name_}, &region_, begin_);
-    sum(*name_, [&](RegionReport& region) {
-      region.recomputes += 1;
-      region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
-      region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
-      region.recompute_s += seconds;
-    });
   }
   void function_begins() override { work_ = work_on(devices_); }
   void function_ends() override {

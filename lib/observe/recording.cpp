@@ -15,10 +15,6 @@ Recording::Recording(RecorderOptions options) : options_(options) {
                     ". Hint: leave room for at least one event.");
 }
 
-int64_t Recording::time_of(std::chrono::steady_clock::time_point time) const {
-  return std::max<int64_t>(std::chrono::nanoseconds(time - start_).count(), 0);
-}
-
 RegionReport& Recording::of_name(const std::string& name) {
   const auto [known, is_new] = by_name_.try_emplace(name, regions_.size());
   if (is_new) regions_.emplace_back().name = name;
@@ -26,10 +22,7 @@ RegionReport& Recording::of_name(const std::string& name) {
 }
 
 DeviceReport& Recording::of_device(c10::Device device) {
-  for (DeviceReport& each : devices_)
-    if (each.device == device) return each;
-  devices_.push_back({.device = device});
-  return devices_.back();
+  return report_of(devices_, &DeviceReport::device, device);
 }
 
 int64_t Recording::number_of(int64_t frame_id) {
@@ -38,8 +31,61 @@ int64_t Recording::number_of(int64_t frame_id) {
       .first->second;
 }
 
-void Recording::add(Event event, int64_t frame_id) {
+// The caller holds the lock.
+void Recording::sum(const Event& event, double seconds) {
+  using Op = EvictionReport;
+  const auto add = [&](int64_t Op::* calls, int64_t Op::* bytes) -> Op& {
+    Op& op = report_of(evictions_, &Op::op, *event.text);
+    op.*calls += 1;
+    op.*bytes += event.number;
+    return op;
+  };
+  switch (event.kind) {
+    case EventKind::FileWrite:
+      files_.bytes_written += event.number;
+      files_.write_s += seconds;
+      break;
+    case EventKind::FileRead:
+      files_.bytes_read += event.number;
+      files_.read_s += seconds;
+      break;
+    case EventKind::Eviction:
+      add(&Op::evictions, &Op::bytes_evicted);
+      break;
+    case EventKind::MoveAway:
+      add(&Op::moves, &Op::bytes_moved);
+      break;
+    case EventKind::Rerun:
+      add(&Op::reruns, &Op::bytes_rerun).rerun_s += seconds;
+      break;
+    case EventKind::RecomputeStops:
+      of_name(*event.text).early_stops += 1;
+      [[fallthrough]];
+    case EventKind::RecomputeEnds:
+    case EventKind::RecomputeThrows: {
+      RegionReport& region = of_name(*event.text);
+      region.recomputes += 1;
+      region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, event.number);
+      region.recompute_s += seconds;
+      break;
+    }
+    default:
+      break;
+  }
+  if (!event.held_up) return;
+  files_.waits += 1;
+  files_.waited_s += seconds;
+}
+
+void Recording::add(Event event, int64_t frame_id, std::chrono::steady_clock::time_point begin) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  const auto since_start = [this](std::chrono::steady_clock::time_point time) {
+    return std::max<int64_t>(std::chrono::nanoseconds(time - start_).count(), 0);
+  };
+  if (event.time_ns < 0) event.time_ns = since_start(now);
+  event.begin_ns = since_start(begin);
+  sum(event, std::chrono::duration<double>(now - begin).count());
   event.region = number_of(frame_id);
   event.thread =
       thread_numbers_
@@ -173,23 +219,6 @@ std::vector<Event> Recording::events() const {
   std::vector<Event> all = budgets_before_;
   all.insert(all.end(), events_.begin(), events_.end());
   return all;
-}
-
-std::optional<Span> span_of(const Event& event) {
-  switch (event.kind) {
-    case EventKind::RegionEnds:
-      return Span{false, "returned"};
-    case EventKind::RegionThrows:
-      return Span{false, "threw"};
-    case EventKind::RecomputeEnds:
-      return Span{true, "returned"};
-    case EventKind::RecomputeStops:
-      return Span{true, "stopped early"};
-    case EventKind::RecomputeThrows:
-      return Span{true, "threw"};
-    default:
-      return std::nullopt;
-  }
 }
 
 }  // namespace remat

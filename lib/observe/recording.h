@@ -70,23 +70,15 @@ enum class EventKind : uint8_t {
   ReadBack
 };
 
-struct Event;
-/// The end of a region's run, by the event that ends it.
-struct Span {
-  bool is_recompute = false;
-  std::string_view end;  ///< "returned", "stopped early", "threw"
-};
-/// Returns the run that an event ends; nothing if it ends none.
-std::optional<Span> span_of(const Event& event);
-
 struct Event {
   EventKind kind;
+  bool held_up = false;            ///< of work on a file: the program's own thread waited for it
   c10::Device device = c10::kCPU;  ///< of `bytes`
   int32_t depth = 0;
   int32_t thread = 0;    ///< from 1, in order of appearance
   int64_t region = 0;    ///< from 1, in order of appearance; 0: none
   int64_t number = 0;    ///< of a slot; or bytes, negative for freed ones; or a limit
-  int64_t time_ns = 0;   ///< since the recording began
+  int64_t time_ns = -1;  ///< since the recording began; -1: to be set when it is added
   int64_t begin_ns = 0;  ///< begin of the span that ends here
   std::shared_ptr<const std::string>
       text{};  ///< a region's name, an operator's, a tensor's metadata
@@ -109,31 +101,17 @@ class Recording {
   explicit Recording(RecorderOptions options);
 
   const RecorderOptions& options() const { return options_; }
-  void add(Event event, int64_t frame_id);
+  /// Adds an event to the events and the sums, by default one of the present moment. `begin`: the
+  /// begin of the span that it ends.
+  void add(Event event, int64_t frame_id = -1, std::chrono::steady_clock::time_point begin = {});
   /// Adds work on a device that has ended, or will end.
   void add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64_t frame_id);
   void add(FailedAllocation failed);
-  /// Calls `change` with the sums of files.
-  template <class Change>
-  void sum_files(Change&& change) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    change(files_);
-  }
   /// Calls `change` with the sums of the moves of plans under a name.
   template <class Change>
   void sum_moves(const std::string& name, Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (MoveReport& each : moves_)
-      if (each.name == name) return change(each);
-    change(moves_.emplace_back(MoveReport{.name = name}));
-  }
-  /// Calls `change` with the sums of an operator under budgets.
-  template <class Change>
-  void sum_evictions(std::string_view op, Change&& change) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (EvictionReport& each : evictions_)
-      if (each.op == op) return change(each);
-    change(evictions_.emplace_back(EvictionReport{.op = std::string(op)}));
+    change(report_of(moves_, &MoveReport::name, name));
   }
   /// Notes that a device is in use.
   void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
@@ -149,8 +127,6 @@ class Recording {
   Report report();
   std::vector<Event> events() const;
   std::vector<DeviceBar> bars();
-  /// Returns the time [ns] from the recording's begin.
-  int64_t time_of(std::chrono::steady_clock::time_point time) const;
   /// LibTorch's handle of the callback for operators, if they are recorded.
   std::optional<uint64_t> operators{};
   /// LibTorch's handle of the callback that samples devices, if there is one.
@@ -162,8 +138,17 @@ class Recording {
     std::shared_ptr<const QueuedWork> work;
     DeviceBar bar;
   };
+  /// Returns the report with this key, a new one if there was none.
+  template <class Each, class Key>
+  static Each& report_of(std::vector<Each>& all, Key Each::* key, const Key& value) {
+    for (Each& each : all)
+      if (each.*key == value) return each;
+    all.emplace_back().*key = value;
+    return all.back();
+  }
   RegionReport& of_name(const std::string& name);
   DeviceReport& of_device(c10::Device device);
+  void sum(const Event& event, double seconds);
   int64_t number_of(int64_t frame_id);
   void finish(const Pending& pending);
   void collect(bool waits);

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "lib/base/counters.h"
 #include "lib/base/valid_text.h"
@@ -28,36 +29,6 @@ Counters counters() {
           .recomputed_bytes_alive = now(live_counters.recomputed_bytes_alive)};
 }
 
-std::string json_string(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : valid_text(text)) {
-    if (c == '"' || c == '\\')
-      (out += '\\') += c;
-    else if (static_cast<unsigned char>(c) < 0x20)
-      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    else
-      out += c;
-  }
-  return out += '"';
-}
-
-std::string xml_text(std::string_view text) {
-  std::string out;
-  for (const char c : valid_text(text)) {
-    if (c == '&')
-      out += "&amp;";
-    else if (c == '<')
-      out += "&lt;";
-    else if (c == '>')
-      out += "&gt;";
-    else if (c == '"')
-      out += "&quot;";
-    else
-      out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-  }
-  return out;
-}
-
 std::string readable_bytes(int64_t bytes) {
   const auto number = static_cast<double>(bytes);
   if (bytes < 10'000) return fmt::format("{} B", bytes);
@@ -68,95 +39,152 @@ std::string readable_bytes(int64_t bytes) {
 
 std::string name_shown(const std::string& name) { return name.empty() ? "(no name)" : name; }
 
+namespace {
+
+/// A column of a table of `Row`s: its head, and the text of a cell.
+template <class Row>
+struct Column {
+  const char* head;
+  std::function<std::string(const Row&)> cell;
+  bool is_shown = true;
+};
+
+// Cells with the value of a member.
+const auto text = [](auto member) {
+  return [=](const auto& row) { return name_shown(row.*member); };
+};
+const auto number = [](auto member) {
+  return [=](const auto& row) { return std::to_string(row.*member); };
+};
+const auto bytes = [](auto member) {
+  return [=](const auto& row) { return readable_bytes(row.*member); };
+};
+const auto ms = [](auto member) {
+  return [=](const auto& row) { return fmt::format("{:.3f}", row.*member * 1e3); };
+};
+
+template <class Row>
+ReportTable table_of(const std::vector<Row>& rows, std::vector<Column<Row>> columns,
+                     std::string title = {}) {
+  std::erase_if(columns, [](const Column<Row>& each) { return !each.is_shown; });
+  ReportTable table{std::move(title), {}, {}};
+  for (const Column<Row>& each : columns) table.head.push_back(each.head);
+  for (const Row& row : rows) {
+    table.rows.emplace_back();
+    for (const Column<Row>& each : columns) table.rows.back().push_back(each.cell(row));
+  }
+  return table;
+}
+
+template <class Row, class Test>
+bool any_of(const std::vector<Row>& rows, const Test& test) {
+  return std::any_of(rows.begin(), rows.end(), test);
+}
+
+}  // namespace
+
 std::vector<ReportTable> tables_of(const Report& report) {
-  ReportTable regions{"",
-                      {"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
-                       "recomputed at once", "forward ms", "recompute ms"},
-                      {}};
-  ReportTable moved{"",
-                    {"region", "offloaded", "not possible", "bytes offloaded", "inputs offloaded",
-                     "brought back", "ahead", "bytes back", "offload ms"},
-                    {}};
-  const bool has_devices = std::any_of(
-      report.regions.begin(), report.regions.end(),
-      [](const RegionReport& r) { return r.device_forward_s > 0 || r.device_recompute_s > 0; });
-  if (has_devices)
-    regions.head.insert(regions.head.end(), {"forward ms, device", "recompute ms, device"});
-  for (const RegionReport& r : report.regions) {
-    std::vector<std::string> row{name_shown(r.name),
-                                 std::to_string(r.calls),
-                                 std::to_string(r.recomputes),
-                                 std::to_string(r.early_stops),
-                                 readable_bytes(r.bytes_dropped),
-                                 readable_bytes(r.bytes_inputs),
-                                 readable_bytes(r.bytes_saved),
-                                 readable_bytes(r.bytes_recompute_peak),
-                                 fmt::format("{:.3f}", r.forward_s * 1e3),
-                                 fmt::format("{:.3f}", r.recompute_s * 1e3)};
-    if (has_devices)
-      for (const double seconds : {r.device_forward_s, r.device_recompute_s})
-        row.push_back(fmt::format("{:.3f}", seconds * 1e3));
-    regions.rows.push_back(std::move(row));
-    if (r.offloaded == 0 && r.offload_fallbacks == 0 && r.bytes_inputs_offloaded == 0) continue;
-    moved.rows.push_back({name_shown(r.name), std::to_string(r.offloaded),
-                          std::to_string(r.offload_fallbacks), readable_bytes(r.bytes_offloaded),
-                          readable_bytes(r.bytes_inputs_offloaded), std::to_string(r.offload_loads),
-                          std::to_string(r.offload_loads_ahead), readable_bytes(r.bytes_loaded),
-                          fmt::format("{:.3f}", r.offload_wait_s * 1e3)});
-  }
-  std::vector<ReportTable> tables;
-  if (!regions.rows.empty() || report.evictions.empty()) tables.push_back(std::move(regions));
-  if (!moved.rows.empty()) tables.push_back(std::move(moved));
-  ReportTable planned{"",
-                      {"moved by a plan", "moved", "bytes moved", "brought back", "ahead",
-                       "bytes back", "moving ms"},
-                      {}};
-  for (const MoveReport& m : report.moves)
-    planned.rows.push_back({m.name, std::to_string(m.moves), readable_bytes(m.bytes_moved),
-                            std::to_string(m.loads), std::to_string(m.loads_ahead),
-                            readable_bytes(m.bytes_loaded), fmt::format("{:.3f}", m.wait_s * 1e3)});
-  if (!planned.rows.empty()) tables.push_back(std::move(planned));
-  ReportTable dropped{
-      "Operators under a byte budget",
-      {"operator", "results dropped", "bytes dropped", "calls again", "bytes again", "ms again"},
-      {}};
-  const bool has_moves = std::any_of(report.evictions.begin(), report.evictions.end(),
-                                     [](const EvictionReport& e) { return e.moves > 0; });
-  if (has_moves) dropped.head.insert(dropped.head.begin() + 3, {"moved", "bytes moved"});
-  for (const EvictionReport& e : report.evictions) {
-    auto& row = dropped.rows.emplace_back(
-        std::vector<std::string>{e.op, std::to_string(e.evictions), readable_bytes(e.bytes_evicted),
-                                 std::to_string(e.reruns), readable_bytes(e.bytes_rerun),
-                                 fmt::format("{:.3f}", e.rerun_s * 1e3)});
-    if (has_moves)
-      row.insert(row.begin() + 3, {std::to_string(e.moves), readable_bytes(e.bytes_moved)});
-  }
-  if (!dropped.rows.empty()) tables.push_back(std::move(dropped));
+  using R = RegionReport;
+  using M = MoveReport;
+  using E = EvictionReport;
+  const bool has_devices = any_of(report.regions, [](const R& r) {
+    return r.device_forward_s > 0 || r.device_recompute_s > 0;
+  });
+  const bool has_moves = any_of(report.evictions, [](const E& e) { return e.moves > 0; });
+  std::vector<R> offloading = report.regions;
+  std::erase_if(offloading, [](const R& r) {
+    return r.offloaded == 0 && r.offload_fallbacks == 0 && r.bytes_inputs_offloaded == 0;
+  });
+  std::vector<ReportTable> tables{
+      table_of<R>(report.regions,
+                  {{"region", text(&R::name)},
+                   {"calls", number(&R::calls)},
+                   {"recomputes", number(&R::recomputes)},
+                   {"stopped", number(&R::early_stops)},
+                   {"dropped", bytes(&R::bytes_dropped)},
+                   {"inputs", bytes(&R::bytes_inputs)},
+                   {"saved", bytes(&R::bytes_saved)},
+                   {"recomputed at once", bytes(&R::bytes_recompute_peak)},
+                   {"forward ms", ms(&R::forward_s)},
+                   {"recompute ms", ms(&R::recompute_s)},
+                   {"forward ms, device", ms(&R::device_forward_s), has_devices},
+                   {"recompute ms, device", ms(&R::device_recompute_s), has_devices}}),
+      table_of<R>(offloading, {{"region", text(&R::name)},
+                               {"offloaded", number(&R::offloaded)},
+                               {"not possible", number(&R::offload_fallbacks)},
+                               {"bytes offloaded", bytes(&R::bytes_offloaded)},
+                               {"inputs offloaded", bytes(&R::bytes_inputs_offloaded)},
+                               {"brought back", number(&R::offload_loads)},
+                               {"ahead", number(&R::offload_loads_ahead)},
+                               {"bytes back", bytes(&R::bytes_loaded)},
+                               {"offload ms", ms(&R::offload_wait_s)}}),
+      table_of<M>(report.moves, {{"moved by a plan", text(&M::name)},
+                                 {"moved", number(&M::moves)},
+                                 {"bytes moved", bytes(&M::bytes_moved)},
+                                 {"brought back", number(&M::loads)},
+                                 {"ahead", number(&M::loads_ahead)},
+                                 {"bytes back", bytes(&M::bytes_loaded)},
+                                 {"moving ms", ms(&M::wait_s)}}),
+      table_of<E>(report.evictions,
+                  {{"operator", text(&E::op)},
+                   {"results dropped", number(&E::evictions)},
+                   {"bytes dropped", bytes(&E::bytes_evicted)},
+                   {"moved", number(&E::moves), has_moves},
+                   {"bytes moved", bytes(&E::bytes_moved), has_moves},
+                   {"calls again", number(&E::reruns)},
+                   {"bytes again", bytes(&E::bytes_rerun)},
+                   {"ms again", ms(&E::rerun_s)}},
+                  "Operators under a byte budget")};
+  const bool is_empty = report.regions.empty() && report.evictions.empty();
+  std::erase_if(tables, [&](const ReportTable& each) {
+    return each.rows.empty() && !(is_empty && &each == tables.data());
+  });
   return tables;
 }
 
-std::string name_of(const DeviceBar& bar) {
-  switch (bar.kind) {
-    case DeviceBar::Kind::CopyOut:
-      return "copy to the host";
-    case DeviceBar::Kind::CopyIn:
-      return "copy from the host";
+std::optional<Slice> slice_of(const Event& event) {
+  using Kind = Slice::Kind;
+  const auto slice = [&](Kind kind, const std::string& name, std::string_view end = "returned") {
+    return Slice{kind,          name,         event.begin_ns,
+                 event.time_ns, event.thread, event.region,
+                 event.depth,   event.number, end};
+  };
+  switch (event.kind) {
+    case EventKind::RegionEnds:
+      return slice(Kind::Forward, name_shown(*event.text));
+    case EventKind::RegionThrows:
+      return slice(Kind::Forward, name_shown(*event.text), "threw");
+    case EventKind::RecomputeEnds:
+      return slice(Kind::Recompute, name_shown(*event.text));
+    case EventKind::RecomputeStops:
+      return slice(Kind::Recompute, name_shown(*event.text), "stopped early");
+    case EventKind::RecomputeThrows:
+      return slice(Kind::Recompute, name_shown(*event.text), "threw");
+    case EventKind::Operator:
+      return slice(Kind::Operator, *event.text);
+    case EventKind::Rerun:
+      return slice(Kind::Rerun, *event.text);
+    case EventKind::FileWrite:
+      return slice(Kind::File, "write to a file");
+    case EventKind::FileRead:
+      return slice(Kind::File, "read from a file");
+    case EventKind::FileWait:
+      return slice(Kind::FileWait, "wait for a file");
     default:
-      return name_shown(*bar.name);
+      return std::nullopt;
   }
 }
 
-const char* file_work_of(const Event& event) {
-  switch (event.kind) {
-    case EventKind::FileWrite:
-      return "write to a file";
-    case EventKind::FileRead:
-      return "read from a file";
-    case EventKind::FileWait:
-      return "wait for a file";
-    default:
-      return nullptr;
-  }
+Slice slice_of(const DeviceBar& bar) {
+  const auto slice = [&](Slice::Kind kind, const std::string& name) {
+    return Slice{kind,       name, bar.begin_ns, bar.end_ns, bar.stream.id(),
+                 bar.region, 0,    bar.bytes,    {},         bar.stream.device()};
+  };
+  if (bar.kind == DeviceBar::Kind::CopyOut) return slice(Slice::Kind::Copy, "copy to the host");
+  if (bar.kind == DeviceBar::Kind::CopyIn) return slice(Slice::Kind::Copy, "copy from the host");
+  return slice(
+      bar.kind == DeviceBar::Kind::Recompute ? Slice::Kind::Recompute : Slice::Kind::Forward,
+      name_shown(*bar.name));
 }
 
 std::vector<std::string> notes_of(const Report& report) {
@@ -251,93 +279,6 @@ std::string Report::to_string() const {
         "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count them.\n",
         dropped_events);
   return valid_text(text);
-}
-
-std::string Report::to_json() const {
-  std::string text = "{\"regions\": [";
-  const char* comma = "";
-  for (const RegionReport& r : regions) {
-    text += fmt::format(
-        "{}\n  {{\"name\": {}, \"calls\": {}, \"recomputes\": {}, \"early_stops\": {}, "
-        "\"bytes_dropped\": {}, \"bytes_inputs\": {}, \"bytes_saved\": {}, "
-        "\"bytes_recompute_peak\": {}, \"offloaded\": {}, \"offload_fallbacks\": {}, "
-        "\"bytes_offloaded\": {}, \"bytes_inputs_offloaded\": {}, \"offload_loads\": {}, "
-        "\"offload_loads_ahead\": {}, \"bytes_loaded\": {}, \"offload_wait_s\": {:.9f}, "
-        "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}, \"device_forward_s\": {:.9f}, "
-        "\"device_recompute_s\": {:.9f}, \"decisions\": [",
-        comma, json_string(r.name), r.calls, r.recomputes, r.early_stops, r.bytes_dropped,
-        r.bytes_inputs, r.bytes_saved, r.bytes_recompute_peak, r.offloaded, r.offload_fallbacks,
-        r.bytes_offloaded, r.bytes_inputs_offloaded, r.offload_loads, r.offload_loads_ahead,
-        r.bytes_loaded, r.offload_wait_s, r.forward_s, r.recompute_s, r.device_forward_s,
-        r.device_recompute_s);
-    const char* inner = "";
-    for (const DecisionReport& d : r.decisions) {
-      text += fmt::format(
-          "{}\n    {{\"op\": {}, \"outcome\": {}, \"reason\": {}, \"calls\": {}, \"bytes\": {}}}",
-          inner, json_string(d.op), json_string(d.outcome), json_string(d.reason), d.calls,
-          d.bytes);
-      inner = ",";
-    }
-    text += "]}";
-    comma = ",";
-  }
-  text += "\n], \"devices\": [";
-  comma = "";
-  for (const DeviceReport& d : devices) {
-    text += fmt::format(
-        "{}\n  {{\"device\": {}, \"is_exact\": {}, \"peak_bytes\": {}, \"bytes_out\": {}, "
-        "\"bytes_in\": {}, \"copies_out_s\": {:.9f}, \"copies_in_s\": {:.9f}, "
-        "\"waited_s\": {:.9f}}}",
-        comma, json_string(d.device.str()), d.is_exact, d.peak_bytes, d.bytes_out, d.bytes_in,
-        d.copies_out_s, d.copies_in_s, d.waited_s);
-    comma = ",";
-  }
-  text += "], \"failed_allocations\": [";
-  comma = "";
-  for (const FailedAllocation& f : failed_allocations) {
-    text += fmt::format(
-        "{}\n  {{\"device\": {}, \"asked_bytes\": {}, \"live_bytes\": {}, "
-        "\"parameters_bytes\": {}, \"held\": [",
-        comma, json_string(f.device.str()), f.asked_bytes, f.live_bytes, f.parameters_bytes);
-    const char* inner = "";
-    for (const FailedAllocation::Held& h : f.held) {
-      text += fmt::format(
-          "{}\n    {{\"region\": {}, \"regions\": {}, \"inputs_bytes\": {}, \"saved_bytes\": {}, "
-          "\"recomputed_bytes\": {}}}",
-          inner, json_string(h.region), h.regions, h.inputs_bytes, h.saved_bytes,
-          h.recomputed_bytes);
-      inner = ",";
-    }
-    text += "]}";
-    comma = ",";
-  }
-  text += "], \"moves\": [";
-  comma = "";
-  for (const MoveReport& m : moves) {
-    text += fmt::format(
-        "{}\n  {{\"name\": {}, \"moves\": {}, \"bytes_moved\": {}, \"loads\": {}, "
-        "\"loads_ahead\": {}, \"bytes_loaded\": {}, \"wait_s\": {:.9f}}}",
-        comma, json_string(m.name), m.moves, m.bytes_moved, m.loads, m.loads_ahead, m.bytes_loaded,
-        m.wait_s);
-    comma = ",";
-  }
-  text += "], \"evictions\": [";
-  comma = "";
-  for (const EvictionReport& e : evictions) {
-    text += fmt::format(
-        "{}\n  {{\"op\": {}, \"evictions\": {}, \"bytes_evicted\": {}, \"reruns\": {}, "
-        "\"bytes_rerun\": {}, \"rerun_s\": {:.9f}, \"moves\": {}, \"bytes_moved\": {}}}",
-        comma, json_string(e.op), e.evictions, e.bytes_evicted, e.reruns, e.bytes_rerun, e.rerun_s,
-        e.moves, e.bytes_moved);
-    comma = ",";
-  }
-  return text +
-         fmt::format(
-             "], \"files\": {{\"bytes_written\": {}, \"bytes_read\": {}, \"write_s\": {:.9f}, "
-             "\"read_s\": {:.9f}, \"waits\": {}, \"waited_s\": {:.9f}}}, "
-             "\"dropped_events\": {}}}\n",
-             files.bytes_written, files.bytes_read, files.write_s, files.read_s, files.waits,
-             files.waited_s, dropped_events);
 }
 
 }  // namespace remat

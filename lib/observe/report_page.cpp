@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "lib/base/valid_text.h"
 #include "lib/observe/report_text.h"
 
 namespace remat {

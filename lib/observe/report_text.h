@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,17 +12,24 @@
 
 namespace remat {
 
-/// Quotes and escapes a text; see valid_text.
-std::string json_string(std::string_view text);
-/// Escapes &, <, > and quotes; see valid_text.
-std::string xml_text(std::string_view text);
 /// Writes bytes as "12.3 MB": a power of ten, three digits or more.
 std::string readable_bytes(int64_t bytes);
 std::string name_shown(const std::string& name);
-/// Returns the name of a bar: the region, or the direction of the copy.
-std::string name_of(const DeviceBar& bar);
-/// Returns the name of work on a file; null for an event of another kind.
-const char* file_work_of(const Event& event);
+
+/// Work with a begin and an end: of a thread, or of a device's stream.
+struct Slice {
+  enum class Kind : uint8_t { Forward, Recompute, Operator, Rerun, File, FileWait, Copy };
+  Kind kind;
+  std::string name;
+  int64_t begin_ns, end_ns;
+  int64_t lane;  ///< thread or stream
+  int64_t region, depth, bytes;
+  std::string_view end = "returned";  ///< or "stopped early", "threw"
+  std::optional<c10::Device> on{};    ///< of the stream
+};
+/// Returns the work that the event ends; nothing if it ends none.
+std::optional<Slice> slice_of(const Event& event);
+Slice slice_of(const DeviceBar& bar);
 /// Returns whether an event has the number of live bytes. Allocations have rounded ones, and memory
 /// events the exact ones beside them.
 inline bool has_bytes(const Event& event) {

@@ -18,6 +18,24 @@ void check_move(const char* name, double number) {
                     " must be finite and at least 0, got ", number, ".");
 }
 
+struct BytesOfStage {
+  const char* name;
+  int64_t StageCost::* member;
+  bool may_be_left_out = false;  ///< negative then
+};
+constexpr BytesOfStage bytes_of_stages[]{
+    {"output_bytes", &StageCost::output_bytes},
+    {"saved_bytes", &StageCost::saved_bytes},
+    {"forward_tmp_bytes", &StageCost::forward_tmp_bytes},
+    {"backward_tmp_bytes", &StageCost::backward_tmp_bytes},
+    {"grad_bytes", &StageCost::grad_bytes},
+    {"unsaved_tmp_bytes", &StageCost::unsaved_tmp_bytes, true},
+    {"first_read_tmp_bytes", &StageCost::first_read_tmp_bytes},
+    {"stopped_tmp_bytes", &StageCost::stopped_tmp_bytes, true},
+    {"backward_bytes", &StageCost::backward_bytes, true},
+    {"region_backward_bytes", &StageCost::region_backward_bytes, true},
+    {"lone_backward_bytes", &StageCost::lone_backward_bytes, true}};
+
 /// Sums bytes, and refuses negative numbers and overflow.
 class Bytes {
  public:
@@ -36,8 +54,8 @@ class Bytes {
   int64_t sum_ = 0;
 };
 
-}  // namespace
-
+/// Throws `c10::ValueError` for costs or options that are out of range. After it, sums of bytes
+/// cannot overflow: everything that the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options) {
   TORCH_CHECK_VALUE(!cost.stages.empty(), "remat::plan: a chain needs at least one stage, got 0.");
   TORCH_CHECK_VALUE(options.max_depth >= 0,
@@ -69,21 +87,8 @@ void check(const ChainCost& cost, const SolveOptions& options) {
                       "remat::plan: forward_to_last_save_s of stage ", number,
                       " must be finite and at most its ", "forward_s of ", stage.forward_s,
                       ", got ", stage.forward_to_last_save_s, ".");
-    bytes.add("output_bytes", stage.output_bytes, number);
-    bytes.add("saved_bytes", stage.saved_bytes, number);
-    bytes.add("forward_tmp_bytes", stage.forward_tmp_bytes, number);
-    bytes.add("backward_tmp_bytes", stage.backward_tmp_bytes, number);
-    bytes.add("grad_bytes", stage.grad_bytes, number);
-    if (stage.unsaved_tmp_bytes >= 0)
-      bytes.add("unsaved_tmp_bytes", stage.unsaved_tmp_bytes, number);
-    bytes.add("first_read_tmp_bytes", stage.first_read_tmp_bytes, number);
-    if (stage.stopped_tmp_bytes >= 0)
-      bytes.add("stopped_tmp_bytes", stage.stopped_tmp_bytes, number);
-    if (stage.backward_bytes >= 0) bytes.add("backward_bytes", stage.backward_bytes, number);
-    if (stage.region_backward_bytes >= 0)
-      bytes.add("region_backward_bytes", stage.region_backward_bytes, number);
-    if (stage.lone_backward_bytes >= 0)
-      bytes.add("lone_backward_bytes", stage.lone_backward_bytes, number);
+    for (const auto& [name, member, may_be_left_out] : bytes_of_stages)
+      if (!may_be_left_out || stage.*member >= 0) bytes.add(name, stage.*member, number);
     seconds += stage.forward_s + options.frame_cost_s;
     TORCH_CHECK_VALUE(stage.movable_bytes >= 0 && stage.movable_bytes <= stage.saved_bytes,
                       "remat::plan: movable_bytes of stage ", number,
@@ -106,40 +111,37 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       options.frame_cost_s, ".");
 }
 
-namespace {
-
-const StageCost& stage_of(const ChainCost& cost, int64_t k) {
-  return cost.stages[static_cast<std::size_t>(k - 1)];
-}
-int64_t input_bytes(const ChainCost& cost, int64_t k) {
-  return k == 1 ? 0 : stage_of(cost, k - 1).output_bytes;
-}
-int64_t input_grad_bytes(const ChainCost& cost, int64_t k) {
-  return k == 1 ? cost.input_grad_bytes : stage_of(cost, k - 1).grad_bytes;
-}
-
 }  // namespace
 
-int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder) {
-  const StageCost& stage = stage_of(cost, k);
-  const int64_t input_grad = input_grad_bytes(cost, k);
-  const bool is_input_counted =
-      holder == InputHolder::Region || (holder == InputHolder::Nobody && stage.saves_input);
-  const int64_t input = is_input_counted ? input_bytes(cost, k) : 0;
-  // The caller holds the last output.
-  const bool is_last = k == static_cast<int64_t>(cost.stages.size());
-  const int64_t at_begin = stage.saved_bytes + stage.grad_bytes +
-                           (stage.saves_output || is_last ? stage.output_bytes : 0);
-  int64_t peak = stage.backward_bytes >= 0 ? stage.backward_bytes
-                                           : at_begin + input_grad + stage.backward_tmp_bytes;
-  const int64_t with_input = holder == InputHolder::Region   ? stage.region_backward_bytes
-                             : holder == InputHolder::Nobody ? stage.lone_backward_bytes
-                                                             : -1;
-  peak = with_input >= 0 ? with_input : peak + input;
-  peak = std::max({peak, at_begin + input, input_grad});
-  // A region holds the input for as long as it is needed, or longer.
-  return holder == InputHolder::Region ? std::max(peak, backward_peak(cost, k, InputHolder::Nobody))
-                                       : peak;
+ChainCost complete(ChainCost cost, const SolveOptions& options) {
+  check(cost, options);
+  const auto give = [](int64_t& bytes, int64_t otherwise) {
+    bytes = bytes < 0 ? otherwise : bytes;
+  };
+  int64_t input = 0, input_grad = cost.input_grad_bytes;
+  for (StageCost& each : cost.stages) {
+    give(each.unsaved_tmp_bytes, each.forward_tmp_bytes);
+    give(each.stopped_tmp_bytes, each.forward_tmp_bytes);
+    if (!options.early_stop || each.forward_to_last_save_s < 0)
+      each.forward_to_last_save_s = each.forward_s;
+    // The caller holds the last output.
+    const bool has_output = each.saves_output || &each == &cost.stages.back();
+    const int64_t at_begin =
+        each.saved_bytes + each.grad_bytes + (has_output ? each.output_bytes : 0);
+    const int64_t saved_input = each.saves_input ? input : 0;
+    int64_t &others = each.backward_bytes, &region = each.region_backward_bytes,
+            &lone = each.lone_backward_bytes;
+    give(others, at_begin + input_grad + each.backward_tmp_bytes);
+    give(region, others + input);
+    give(lone, others + saved_input);
+    others = std::max({others, at_begin, input_grad});
+    lone = std::max({lone, at_begin + saved_input, input_grad});
+    // A region holds the input for as long as it is needed, or longer.
+    region = std::max({region, at_begin + input, input_grad, lone});
+    input = each.output_bytes;
+    input_grad = each.grad_bytes;
+  }
+  return cost;
 }
 
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {

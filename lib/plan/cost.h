@@ -1,16 +1,13 @@
 #pragma once
 // Checks of chains and plans, and computations that the solver and the simulator share.
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "remat/plan.h"
 
 namespace remat {
-
-/// Throws `c10::ValueError` for costs or options that are out of range. After it, sums of bytes
-/// cannot overflow: everything that the chain could ever hold adds up to an int64_t.
-void check(const ChainCost& cost, const SolveOptions& options);
 
 // Note [Who holds an input]
 // The holder of a stage's input during the stage's backward is one of three.
@@ -26,9 +23,19 @@ void check(const ChainCost& cost, const SolveOptions& options);
 /// stage. See Note [Who holds an input].
 enum class InputHolder : uint8_t { Others, Region, Nobody };
 
-/// Returns the bytes alive at the peak of the backward of stage k, no fewer than at its beginning
-/// and end. The input counts unless others hold it.
-int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
+/// Returns the costs with every number that a caller may leave out, and the seconds of early stop.
+/// The three members of backward bytes are then the peaks by `InputHolder`, no fewer than at the
+/// begin and end of a backward. Throws `c10::ValueError` for costs or options that are out of
+/// range. After it, sums of bytes cannot overflow.
+ChainCost complete(ChainCost cost, const SolveOptions& options);
+
+/// Returns the bytes alive at the peak of the backward of a stage of a complete cost. The input
+/// counts unless others hold it.
+inline int64_t backward_peak(const StageCost& stage, InputHolder holder) {
+  constexpr std::array peaks{&StageCost::backward_bytes, &StageCost::region_backward_bytes,
+                             &StageCost::lone_backward_bytes};
+  return stage.*peaks[static_cast<std::size_t>(holder)];
+}
 
 /// Returns whether the plan moves any item.
 bool moves_anything(const Plan& plan);

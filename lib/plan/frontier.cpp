@@ -31,8 +31,7 @@ Plan Frontier::plan(int64_t budget_bytes) const {
 }
 
 Frontier solve(const ChainCost& cost, const SolveOptions& options) {
-  check(cost, options);
-  return Frontier(std::make_shared<const detail::FrontierTable>(cost, options));
+  return Frontier(std::make_shared<const detail::FrontierTable>(complete(cost, options), options));
 }
 
 }  // namespace remat

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
+
+#include "lib/base/svg.h"
 
 namespace remat {
 
 namespace {
 
+constexpr const char* middle = "text-anchor=\"middle\"";
 constexpr double width = 640, height = 400, left = 70, right = 20, top = 40, bottom = 50;
 
 /// Returns a step of 1, 2 or 5 times a power of ten that cuts a range into 4 to 10 parts.
@@ -40,48 +42,35 @@ std::string frontier_picture(const Frontier& frontier, double step_s, int64_t bu
   const double most_time = std::min(std::max(time(points.front().extra_s), 1.1), 4.0);
   const Axis x{0, 1.06 * most_mb, left, width - right};
   const Axis y{1, 1 + 1.1 * (most_time - 1), height - bottom, top};
-  std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" height=\"{1}\" "
-      "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
-      width, height);
-  const auto out = std::back_inserter(svg);
-  const auto line = [&](double x1, double y1, double x2, double y2, const char* style) {
-    fmt::format_to(out, "<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" {}/>\n", x1,
-                   y1, x2, y2, style);
-  };
-  const auto text = [&](double at_x, double at_y, const char* anchor, const std::string& words) {
-    fmt::format_to(out, "<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", at_x,
-                   at_y, anchor, words);
-  };
+  Svg svg(width, height, "font-family=\"sans-serif\" font-size=\"12\"");
   const double step_x = nice_step(x.to), step_y = nice_step(y.to - 1);
   for (double each = 0; each <= x.to; each += step_x) {
-    line(x.at(each), top, x.at(each), height - bottom, "stroke=\"#eee\"");
-    text(x.at(each), height - bottom + 18, "middle", fmt::format("{:g}", each));
+    svg.line(x.at(each), top, x.at(each), height - bottom, "stroke=\"#eee\"");
+    svg.text(x.at(each), height - bottom + 18, fmt::format("{:g}", each), middle);
   }
   for (double each = 1; each <= y.to; each += step_y) {
-    line(left, y.at(each), width - right, y.at(each), "stroke=\"#eee\"");
-    text(left - 8, y.at(each) + 4, "end", fmt::format("{:g}", each));
+    svg.line(left, y.at(each), width - right, y.at(each), "stroke=\"#eee\"");
+    svg.text(left - 8, y.at(each) + 4, fmt::format("{:g}", each), "text-anchor=\"end\"");
   }
-  text((left + width - right) / 2, height - 12, "middle",
-       "peak of a step beyond input and parameters [MB]");
-  text(left - 50, top - 16, "start", "time of a step, over one that recomputes nothing");
+  svg.text((left + width - right) / 2, height - 12,
+           "peak of a step beyond input and parameters [MB]", middle);
+  svg.text(left - 50, top - 16, "time of a step, over one that recomputes nothing");
   std::string path;
   for (const FrontierPoint& point : points) {
-    const double now = std::max(y.at(time(point.extra_s)), top);
-    path += path.empty() ? fmt::format("M{:.1f},{:.1f}", x.at(megabytes(point.bytes)), now)
-                         : fmt::format(" H{:.1f} V{:.1f}", x.at(megabytes(point.bytes)), now);
+    const double at_x = x.at(megabytes(point.bytes)),
+                 now = std::max(y.at(time(point.extra_s)), top);
+    path +=
+        fmt::format(fmt::runtime(path.empty() ? "M{:.1f},{:.1f}" : " H{:.1f} V{:.1f}"), at_x, now);
   }
-  fmt::format_to(out,
-                 "<path d=\"{} H{:.1f}\" fill=\"none\" stroke=\"#4c72b0\" stroke-width=\"2\"/>\n",
-                 path, width - right);
-  if (megabytes(budget_bytes) <= x.to) {
-    line(x.at(megabytes(budget_bytes)), top, x.at(megabytes(budget_bytes)), height - bottom,
-         "stroke=\"#b00\" stroke-dasharray=\"4 3\"");
-    text(x.at(megabytes(budget_bytes)) + 5, top + 12, "start", "budget");
+  svg.add("<path d=\"{} H{:.1f}\" fill=\"none\" stroke=\"#4c72b0\" stroke-width=\"2\"/>\n", path,
+          width - right);
+  if (const double budget = x.at(megabytes(budget_bytes)); budget <= x.at_to) {
+    svg.line(budget, top, budget, height - bottom, "stroke=\"#b00\" stroke-dasharray=\"4 3\"");
+    svg.text(budget + 5, top + 12, "budget");
   }
-  fmt::format_to(out, "<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"5\" fill=\"#b00\"/>\n",
-                 x.at(megabytes(chosen.peak_bytes)), std::max(y.at(time(chosen.extra_s)), top));
-  return svg + "</svg>\n";
+  svg.add("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"5\" fill=\"#b00\"/>\n",
+          x.at(megabytes(chosen.peak_bytes)), std::max(y.at(time(chosen.extra_s)), top));
+  return svg.done();
 }
 
 }  // namespace remat

@@ -2,9 +2,10 @@
 // A file of measured chains, each under the conditions of its measurement.
 //
 // Note [The file of measurements]
-// The file is text. After a heading it has, for each chain, a line of conditions (`measured_with`),
-// a line of the chain and a line for each stage. If tensors could move, a line about moves follows
-// the line of the chain and each line of a stage.
+// The file is a JSON object with a format and, for each chain, the conditions (`measured_with`) and
+// the costs, by the names of their members. A member that the file lacks has its default: a file
+// from before the member existed is still read. The number of the format changes when a member gets
+// another meaning.
 //
 // A measurement is used only under the same conditions, word for word: the sample, the number of
 // stages, the number of runs, LibTorch's version and threads, autocast. The functions themselves

@@ -51,7 +51,7 @@ class Simulator {
     for (int64_t k = 1; k <= last_; ++k) {
       const auto complete = static_cast<double>(calls_[k] - 1);
       result.extra_s += complete * stage(k).forward_s +
-                        static_cast<double>(stopped_calls_[k]) * seconds_to_last_save(k);
+                        static_cast<double>(stopped_calls_[k]) * stage(k).forward_to_last_save_s;
       result.calls.push_back(calls_[k] + stopped_calls_[k]);
     }
     return result;
@@ -78,11 +78,6 @@ class Simulator {
   int64_t bytes_of_d(int64_t k) const {
     return k == 0 ? cost_.input_grad_bytes : stage(k).grad_bytes;
   }
-  double seconds_to_last_save(int64_t k) const {
-    const double seconds = stage(k).forward_to_last_save_s;
-    return options_.early_stop && seconds >= 0 ? seconds : stage(k).forward_s;
-  }
-
   void add(int64_t bytes) {
     live_ += bytes;
     peak_ = std::max(peak_, live_);
@@ -124,7 +119,7 @@ class Simulator {
     const int64_t counted = stage(k).saved_bytes + bytes_of_d(k) +
                             (has_output ? bytes_of_x(k) : 0) +
                             (!others_hold && own > 0 ? bytes_of_x(k - 1) : 0);
-    use(backward_peak(cost_, k, holder) - counted);
+    use(backward_peak(stage(k), holder) - counted);
     release(k);  // a saved tensor is released when it is unpacked (Rule 4)
     if (is_held_by_region) drop_x(k - 1);
     add(-bytes_of_d(k));
@@ -139,8 +134,7 @@ class Simulator {
     for (int64_t k = region.first; k <= region.last; ++k) {
       ++calls_[k];
       hold_x(k);
-      use(stage(k).unsaved_tmp_bytes >= 0 ? stage(k).unsaved_tmp_bytes
-                                          : stage(k).forward_tmp_bytes);
+      use(stage(k).unsaved_tmp_bytes);
       drop_x(k - 1);
     }
   }
@@ -193,7 +187,8 @@ class Simulator {
     const Move& move = moves_[first];
     double beside = 0;
     for (int64_t each = move.next; each <= k; ++each) beside += stage(each).backward_s;
-    if (owner_[k] != 0) beside += forward_seconds(move.next, k - 1) + seconds_to_last_save(k);
+    if (owner_[k] != 0)
+      beside += forward_seconds(move.next, k - 1) + stage(k).forward_to_last_save_s;
     wait_for(move, moving_.load_s_per_byte, beside);
     add(move.saved_bytes);
     if (move.has_input) hold_x(first - 1);
@@ -220,11 +215,10 @@ class Simulator {
       const int64_t k = item;
       if (is_last) {
         ++stopped_calls_[k];
-        const bool is_cut = seconds_to_last_save(k) < stage(k).forward_s;
+        const bool is_cut = stage(k).forward_to_last_save_s < stage(k).forward_s;
         if (!is_cut || stage(k).saves_output) hold_x(k);
         save(k);
-        use(is_cut && stage(k).stopped_tmp_bytes >= 0 ? stage(k).stopped_tmp_bytes
-                                                      : stage(k).forward_tmp_bytes);
+        use(is_cut ? stage(k).stopped_tmp_bytes : stage(k).forward_tmp_bytes);
         if (!is_cut || stage(k).saves_output) drop_x(k);
         return reached;
       }
@@ -293,7 +287,7 @@ class Simulator {
 }  // namespace
 
 Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions& options) {
-  check(cost, options);
+  const ChainCost full = complete(cost, options);
   TORCH_CHECK_VALUE(static_cast<int64_t>(cost.stages.size()) == plan.stages(),
                     "remat::simulate: the plan has ", plan.stages(), " stages, the chain has ",
                     cost.stages.size(), ".");
@@ -301,7 +295,7 @@ Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions&
       cost.moving || !moves_anything(plan),
       "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nHint: "
       "measure with MeasureOptions::moving.");
-  Simulation result = Simulator(cost, plan, options).result();
+  Simulation result = Simulator(full, plan, options).result();
   result.depth = plan.depth();
   return result;
 }

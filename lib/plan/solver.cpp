@@ -15,8 +15,10 @@ constexpr int32_t kUnsolved = -1;
 
 }  // namespace
 
-FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
-    : cost_(cost), options_(options), num_stages_(static_cast<int64_t>(cost.stages.size())) {
+FrontierTable::FrontierTable(ChainCost cost, const SolveOptions& options)
+    : cost_(std::move(cost)),
+      options_(options),
+      num_stages_(static_cast<int64_t>(cost_.stages.size())) {
   scale_seconds();
   find_equal_chains();
   measure_sweeps();
@@ -72,11 +74,9 @@ void FrontierTable::scale_seconds() {
   forward_before_.resize(ticks_.size() + 1);
   backward_before_.resize(ticks_.size() + 1);
   for (int64_t k = 1; k <= num_stages_; ++k) {
-    const bool may_stop = options_.early_stop && stage(k).forward_to_last_save_s >= 0;
-    const int64_t forward = ticks(stage(k).forward_s);
-    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward};
+    ticks_[k] = {ticks(stage(k).forward_s), ticks(stage(k).forward_to_last_save_s)};
     if (cost_.moving) backward_before_[k + 1] = backward_before_[k] + ticks(stage(k).backward_s);
-    forward_before_[k + 1] = forward_before_[k] + forward;
+    forward_before_[k + 1] = forward_before_[k] + ticks_[k].forward;
   }
 }
 
@@ -88,7 +88,7 @@ void FrontierTable::find_equal_chains() {
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const StageCost& each = stage(k);
     Costs key{ticks_[k].forward,         ticks_[k].to_last_save,           each.output_bytes,
-              each.saved_bytes,          each.forward_tmp_bytes,           unsaved_tmp(k),
+              each.saved_bytes,          each.forward_tmp_bytes,           each.unsaved_tmp_bytes,
               each.grad_bytes,           each.first_read_tmp_bytes,        each.stopped_tmp_bytes,
               each.saves_output ? 1 : 0, k == num_stages_ ? int64_t{1} : 0};
     for (const InputHolder holder : holders) {
@@ -125,7 +125,7 @@ void FrontierTable::measure_sweeps() {
     int64_t most = 0;
     for (int64_t e = s; e < num_stages_; ++e) {
       const int64_t input = e == s ? 0 : stage(e - 1).output_bytes;
-      most = std::max(most, input + stage(e).output_bytes + unsaved_tmp(e));
+      most = std::max(most, input + stage(e).output_bytes + stage(e).unsaved_tmp_bytes);
       sweep_bytes_[sub_chain(s, e)] = most;
     }
   }
@@ -137,8 +137,7 @@ int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t, InputHolder holder) c
   const StageCost& each = stage(s);
   const bool is_recompute = t < num_stages_;
   const bool is_cut = is_recompute && s == t && ticks_[s].to_last_save < ticks_[s].forward;
-  const int64_t temporary =
-      is_cut && each.stopped_tmp_bytes >= 0 ? each.stopped_tmp_bytes : each.forward_tmp_bytes;
+  const int64_t temporary = is_cut ? each.stopped_tmp_bytes : each.forward_tmp_bytes;
   const int64_t forward = grad_waiting(t) + each.saved_bytes +
                           (is_cut && !each.saves_output ? 0 : each.output_bytes) + temporary;
   return std::max(forward - held_to_end(t), backward_bytes(s, holder) - held_to_end(s));

@@ -85,7 +85,8 @@ namespace remat::detail {
 /// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
  public:
-  FrontierTable(const ChainCost& cost, const SolveOptions& options);
+  /// `cost`: a complete one.
+  FrontierTable(ChainCost cost, const SolveOptions& options);
 
   std::vector<FrontierPoint> points() const;
   /// Returns the fastest plan for the budget of a point.
@@ -130,16 +131,12 @@ class FrontierTable {
   int64_t grad_waiting(int64_t t) const {
     return t < num_stages_ ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
   }
-  int64_t unsaved_tmp(int64_t k) const {
-    return stage(k).unsaved_tmp_bytes >= 0 ? stage(k).unsaved_tmp_bytes
-                                           : stage(k).forward_tmp_bytes;
-  }
   static constexpr std::array holders{InputHolder::Others, InputHolder::Region,
                                       InputHolder::Nobody};
   int64_t input_bytes(int64_t s) const { return s == 1 ? 0 : stage(s - 1).output_bytes; }
   /// Returns the bytes that the backward of stage s needs beyond its input.
   int64_t backward_bytes(int64_t s, InputHolder holder) const {
-    return backward_peak(cost_, s, holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
+    return backward_peak(stage(s), holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
   }
   /// Returns the bytes of the input that are freed when stage s has run forward.
   int64_t freed_bytes(int64_t s, InputHolder holder) const {

@@ -16,8 +16,7 @@
 #include <mutex>
 #include <utility>
 
-#include "lib/seam/fake_interpreter.h"
-#include "lib/seam/python_interpreter.h"
+#include "lib/seam/interpreter.h"
 #include "remat/binding.h"
 
 namespace remat::seam {

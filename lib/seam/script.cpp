@@ -27,26 +27,40 @@ struct RunsPinned {
   ~RunsPinned() { --num_pinned_running; }
 };
 
+/// Visits the nodes of a block, of the blocks in it and of the graphs inside it, until the visitor
+/// returns true. Returns whether it did.
+template <class Visitor>
+bool visit_until(const jit::Block& block, const Visitor& visitor) {
+  for (const jit::Node* const node : block.nodes()) {
+    if (visitor(*node)) return true;
+    if (node->hasAttribute(c10::attr::Subgraph) &&
+        node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g &&
+        visit_until(*node->g(c10::attr::Subgraph)->block(), visitor))
+      return true;
+    for (const jit::Block* const inner : node->blocks())
+      if (visit_until(*inner, visitor)) return true;
+  }
+  return false;
+}
+
+/// Returns the function that the node calls; null if it calls none, or an unknown one.
+jit::Function* called_by(const jit::Node& node) {
+  if (node.kind() != c10::prim::CallFunction) return nullptr;
+  const auto type = node.input(0)->type()->cast<c10::FunctionType>();
+  return type == nullptr ? nullptr : type->function();
+}
+
 void add_settled(ScriptPlan& plan, jit::Function& function);
 
-/// Adds the settled plans of the functions that a graph calls, in its blocks and the graphs inside
-/// it.
-void add_nested(ScriptPlan& plan, const jit::Block& block) {
-  for (const jit::Node* const node : block.nodes()) {
-    if (node->kind() == c10::prim::CallFunction) {
-      const auto type = node->input(0)->type()->cast<c10::FunctionType>();
-      if (type != nullptr)
-        add_settled(plan, *type->function());
-      else
-        plan.is_known = false;
-    } else if (node->kind() == c10::prim::CallMethod) {
-      plan.is_known = false;  // through an interface: other calls are inlined
-    }
-    if (node->hasAttribute(c10::attr::Subgraph) &&
-        node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g)
-      add_nested(plan, *node->g(c10::attr::Subgraph)->block());
-    for (const jit::Block* const inner : node->blocks()) add_nested(plan, *inner);
-  }
+/// Adds the settled plans of the functions that a graph calls.
+void add_nested(ScriptPlan& plan, const jit::Graph& graph) {
+  visit_until(*graph.block(), [&](const jit::Node& node) {
+    if (jit::Function* const called = called_by(node))
+      add_settled(plan, *called);
+    else if (node.kind() == c10::prim::CallFunction || node.kind() == c10::prim::CallMethod)
+      plan.is_known = false;  // of a method: through an interface, since other calls are inlined
+    return false;
+  });
 }
 
 void add_settled(ScriptPlan& plan, jit::Function& function) {
@@ -59,14 +73,14 @@ void add_settled(ScriptPlan& plan, jit::Function& function) {
   }
   for (const auto& [arguments, settled] : executor.getDebugState().execution_plans) {
     plan.graphs.push_back(settled.graph);
-    add_nested(plan, *settled.graph->block());
+    add_nested(plan, *settled.graph);
   }
 }
 
 ScriptPlan plan_of(const std::shared_ptr<jit::Graph>& graph) {
   ScriptPlan plan;
   plan.graphs.push_back(graph);
-  if (graph != nullptr) add_nested(plan, *graph->block());
+  if (graph != nullptr) add_nested(plan, *graph);
   return plan;
 }
 
@@ -78,14 +92,10 @@ void add_methods(ScriptPlan& plan, const jit::Module& module) {
   plan.is_known = true;
 }
 
-bool contains_profiling(const jit::Block& block) {
-  for (const jit::Node* const node : block.nodes()) {
-    if (node->kind() == c10::prim::profile || node->kind() == c10::prim::profile_ivalue)
-      return true;
-    for (const jit::Block* const inner : node->blocks())
-      if (contains_profiling(*inner)) return true;
-  }
-  return false;
+bool contains_profiling(const jit::Graph& graph) {
+  return visit_until(*graph.block(), [](const jit::Node& node) {
+    return node.kind() == c10::prim::profile || node.kind() == c10::prim::profile_ivalue;
+  });
 }
 
 }  // namespace
@@ -131,7 +141,7 @@ void PinnedScript::run_again(std::vector<c10::IValue>& stack) const {
   if (!plan_->plan) return run(stack);
   std::call_once(plan_->made_again, [this] {
     plan_->again = plan_->plan.code;
-    if (!contains_profiling(*plan_->plan.graph->block())) return;
+    if (!contains_profiling(*plan_->plan.graph)) return;
     const auto graph = plan_->plan.graph->copy();
     jit::ProfilingRecord::removeProfileCounter(graph->block());
     jit::ProfilingRecord::removeProfilingNodes(graph->block());
@@ -223,30 +233,16 @@ void observe_script_calls(const ScriptCallObserver& observer) {
 
 namespace {
 
-bool calls_batch_norm(jit::Function& function);
-
-bool calls_batch_norm(const jit::Block& block) {
-  for (const jit::Node* const node : block.nodes()) {
-    if (std::string_view(node->kind().toUnqualString()).find("batch_norm") !=
-        std::string_view::npos)
-      return true;
-    if (node->kind() == c10::prim::CallFunction) {
-      const auto type = node->input(0)->type()->cast<c10::FunctionType>();
-      if (type != nullptr && calls_batch_norm(*type->function())) return true;
-    }
-    if (node->hasAttribute(c10::attr::Subgraph) &&
-        node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g &&
-        calls_batch_norm(*node->g(c10::attr::Subgraph)->block()))
-      return true;
-    for (const jit::Block* const inner : node->blocks())
-      if (calls_batch_norm(*inner)) return true;
-  }
-  return false;
-}
-
 bool calls_batch_norm(jit::Function& function) {
   auto* const graph_function = jit::tryToGraphFunction(function);
-  return graph_function != nullptr && calls_batch_norm(*graph_function->graph()->block());
+  return graph_function != nullptr &&
+         visit_until(*graph_function->graph()->block(), [](const jit::Node& node) {
+           if (std::string_view(node.kind().toUnqualString()).find("batch_norm") !=
+               std::string_view::npos)
+             return true;
+           jit::Function* const called = called_by(node);
+           return called != nullptr && calls_batch_norm(*called);
+         });
 }
 
 }  // namespace

@@ -62,7 +62,7 @@ bool KeptTensor::move_plain(const at::Tensor& value, const detail::Scope& region
   const bool meets_hooks = detail::may_meet_hooks_around(region, hooks);
   const auto [around, is_foreign] = detail::scope_with_hooks_around(region, hooks);
   auto* const frame = meets_hooks ? frame_of(around) : nullptr;
-  const bool compares = frame != nullptr && !frame->frame().region().checks().empty();
+  const bool compares = frame != nullptr && frame->frame().region().check() != nullptr;
   if (meets_hooks && (value.is_conj() || value.is_neg())) return false;
   if (frame != nullptr && !frame->is_recompute && !compares) {
     tensor_ = HostTwin::without_memory(value, dropped_text);

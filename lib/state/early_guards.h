@@ -5,9 +5,9 @@
 // ahead of forward: user code catches its stop, or no stop is possible. State guarded by guards
 // that it opens there is restored as it was when they were opened.
 
-#include <any>
+#include <atomic>
+#include <functional>
 #include <list>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -46,12 +46,17 @@ class EarlyGuards {
     DrawReplay replay;  // lives as long as threads may have inherited the scope
     std::optional<GeneratorSwap> swap;
   };
-  template <class List, class Value, class Member>
-  bool lists(const List& list, const Value& value, Member member);
+  /// Restores a provider, or a generator other than a CPU generator.
+  struct Undo {
+    const void* subject;
+    std::function<void()> restore;
+  };
+  bool has(const void* subject);
+  void keep(const void* subject, std::function<void()> restore);
 
-  std::mutex mutex_;  // not held while user code runs
-  std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
-  std::vector<GeneratorState> generators_;  // other than CPU generators
+  std::atomic<bool> is_used_{false};  // false in most recomputes, which then take no lock
+  std::mutex mutex_;                  // not held while user code runs
+  std::vector<Undo> undo_;
   std::list<CpuGenerator> cpu_generators_;
 };
 

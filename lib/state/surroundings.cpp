@@ -25,9 +25,7 @@ void Surroundings::begin(const StorageSet& inputs,
 }
 
 void Surroundings::settle(MeetDevices met) {
-  if (preserves_rng_) draws_.settle();
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs()) log->settle();
+  visit_draw_logs([](DrawLog& log) { log.settle(); });
   if (device_rng() == nullptr) return;
   device_rng()->settle(met());
   if (device_rng()->is_empty()) devices_->rng.reset();

@@ -29,8 +29,6 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 
-PyObject* engine_run_backward = nullptr;
-
 /// The node of a Python Function: owned by its object, or, before 2.13, known to it.
 template <class Held>
 auto node_in(Held& held) {
@@ -81,13 +79,8 @@ std::vector<at::Tensor> tensors_of(PyObject* sequence) {
 /// accumulate_grad=)
 PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
                        PyObject* keywords) {
-  const auto run = [&] {
-    return in_python([&] {
-      return PyObject_Vectorcall(engine_run_backward, arguments, static_cast<std::size_t>(count),
-                                 keywords);
-    });
-  };
-  if (!is_checkpointing() && !is_recomputing()) return run();
+  const Call call{names().engine_run_backward, arguments, count, keywords};
+  if (!is_checkpointing() && !is_recomputing()) return call.run();
   constexpr Py_ssize_t at_inputs = 4, at_accumulate = 6, num_arguments = 7;
   PyObject* all[num_arguments] = {};
   for (Py_ssize_t i = 0; i < std::min(count, num_arguments); ++i) all[i] = arguments[i];
@@ -99,7 +92,7 @@ PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
     for (Py_ssize_t j = 0; j < num_arguments; ++j)
       if (PyUnicode_CompareWithASCIIString(name, known[j]) == 0) all[j] = arguments[count + i];
   }
-  try {
+  return returned([&]() -> PyObject* {
     edge_list roots, targets;
     visit_items(all[0], [&](PyObject* item) {
       const at::Tensor* const tensor = tensor_in(item);
@@ -111,27 +104,18 @@ PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
     const bool accumulates =
         all[at_accumulate] != nullptr && PyObject_IsTrue(all[at_accumulate]) == 1;
     BackwardMark mark(roots, targets, accumulates);
-    const py::object result = py::reinterpret_steal<py::object>(run());
+    auto result = py::reinterpret_steal<py::object>(call.run());
     if (!result) return nullptr;
     mark.finish(tensors_of(result.ptr()), tensors_of(all[1]));
-    return py::object(result).release().ptr();
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
+    return result.release().ptr();
+  });
 }
-
-PyMethodDef run_backward_method{
-    "run_backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_backward)),
-    METH_FASTCALL | METH_KEYWORDS, "See torch.autograd.backward; regions that are open notice it."};
 
 }  // namespace
 
 void add_backward(py::module_& module) {
-  module.attr("_run_backward") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_backward_method, nullptr, nullptr));
-  module.def("_set_engine_run_backward",
-             [](py::object original) { engine_run_backward = original.release().ptr(); });
+  add_function(module, "_run_backward", run_backward,
+               "See torch.autograd.backward; regions that are open notice it.");
 }
 
 }  // namespace remat::python

@@ -7,14 +7,14 @@
 #include <string>
 
 #include "device.h"
+#include "fields.h"
+#include "moving.h"
 #include "python.h"
 #include "remat/budget.h"
 
 namespace remat::python {
 
 namespace {
-
-PyObject* make_error_of_budget = nullptr;  // set once, at import; never freed
 
 /// A BudgetGuard, open from its making to `end`. One thread.
 class OpenBudget {
@@ -39,7 +39,7 @@ void raise(const c10::Error& error) {
   const auto* const exceeded = dynamic_cast<const BudgetExceeded*>(&error);
   PyObject* const made = in_python([&] {
     return PyObject_CallFunction(
-        make_error_of_budget, "sLL", error.what_without_backtrace(),
+        names().make_budget_error, "sLL", error.what_without_backtrace(),
         static_cast<long long>(exceeded == nullptr ? -1 : exceeded->needed_bytes()),
         static_cast<long long>(exceeded == nullptr ? -1 : exceeded->floor_bytes()));
   });
@@ -52,58 +52,43 @@ void raise(const c10::Error& error) {
 
 }  // namespace
 
-void add_budget(py::module_& module);
-
 void add_budget(py::module_& module) {
-  py::class_<BudgetReport>(module, "BudgetReport",
-                           "What a budget has done since its scope began, or since `reset`.")
-      .def_readonly("budget_bytes", &BudgetReport::budget_bytes, "[bytes] as asked for.")
-      .def_readonly("peak_bytes", &BudgetReport::peak_bytes,
-                    "[bytes], the most that was alive beyond what the scope found.")
-      .def_readonly(
-          "floor_bytes", &BudgetReport::floor_bytes,
-          "[bytes], the most that was alive at one moment and could not be dropped, beyond\n"
-          "what the scope found: no budget below this can hold.")
-      .def_readonly("source_bytes", &BudgetReport::source_bytes,
-                    "[bytes] alive now because recorded calls may need them again.")
-      .def_readonly("over_bytes", &BudgetReport::over_bytes,
-                    "[bytes] by which the budget was exceeded at the most.")
-      .def_readonly("over_count", &BudgetReport::over_count,
-                    "Number of allocations that exceeded it.")
-      .def_readonly("evictions", &BudgetReport::evictions, "Values dropped.")
-      .def_readonly("reruns", &BudgetReport::reruns, "Operator calls that ran again.")
-      .def_readonly("moves", &BudgetReport::moves, "Values moved away instead.")
-      .def_readonly("operators", &BudgetReport::operators, "Operator calls recorded.")
-      .def_readonly("rerun_s", &BudgetReport::rerun_s, "[seconds] spent in calls that ran again.")
-      .def_readonly("search_s", &BudgetReport::search_s,
-                    "[seconds] spent in choosing values to drop.")
+  using R = BudgetReport;
+  add_report<R>(
+      module, "BudgetReport", "What a budget has done since its scope began, or since `reset`.",
+      {REMAT_FACT(budget_bytes, "[bytes] as asked for."),
+       REMAT_FACT(peak_bytes, "[bytes], the most that was alive beyond what the scope found."),
+       REMAT_FACT(
+           floor_bytes,
+           "[bytes], the most that was alive at one moment and could not be dropped, beyond\n"
+           "what the scope found: no budget below this can hold."),
+       REMAT_FACT(source_bytes, "[bytes] alive now because recorded calls may need them again."),
+       REMAT_FACT(over_bytes, "[bytes] by which the budget was exceeded at the most."),
+       REMAT_FACT(over_count, "Number of allocations that exceeded it."),
+       REMAT_FACT(evictions, "Values dropped."),
+       REMAT_FACT(reruns, "Operator calls that ran again."),
+       REMAT_FACT(moves, "Values moved away instead."),
+       REMAT_FACT(operators, "Operator calls recorded."),
+       REMAT_FACT(rerun_s, "[seconds] spent in calls that ran again."),
+       REMAT_FACT(search_s, "[seconds] spent in choosing values to drop.")})
       .def("__str__", &BudgetReport::to_string);
-  py::class_<OpenBudget>(module, "OpenBudget",
+  py::class_<OpenBudget>(module, "_OpenBudget",
                          "A budget, open until `end`; its report outlives it.")
-      .def("end", torch::wrap_pybind_function([](OpenBudget& self) { self.end(); }))
+      .def("end", wrapped([](OpenBudget& self) { self.end(); }))
       .def("now", &OpenBudget::now)
       .def("reset", &OpenBudget::reset);
-  using MoveTuple = std::tuple<std::string, int64_t, bool>;
   module.def("_open_budget",
-             torch::wrap_pybind_function([](int64_t bytes, const py::object& device, bool throws,
-                                            int64_t min_bytes, bool check_values,
-                                            const std::optional<MoveTuple>& moving) {
+             wrapped([](int64_t bytes, const py::object& device, bool throws, int64_t min_bytes,
+                        bool check_values, const py::object& moving) {
                BudgetOptions options{.bytes = bytes,
                                      .device = device_in(device),
                                      .over = throws ? OverBudget::Throw : OverBudget::Continue,
                                      .min_bytes = min_bytes,
                                      .check_values = check_values};
-               if (moving)
-                 options.moving = MoveOptions{.directory = std::get<0>(*moving),
-                                              .min_bytes = std::get<1>(*moving),
-                                              .pin_memory = std::get<2>(*moving)};
-               return with_package_errors(
-                   [&] { return std::make_unique<OpenBudget>(std::move(options)); });
+               if (!moving.is_none()) options.moving = moving_in(moving);
+               return std::make_unique<OpenBudget>(options);
              }));
-  module.def("_set_budget_errors", [](py::object make) {
-    make_error_of_budget = make.release().ptr();
-    set_budget_raise(raise);
-  });
+  set_budget_raise(raise);
 }
 
 }  // namespace remat::python

@@ -6,39 +6,28 @@
 #include <unordered_map>
 #include <utility>
 
-#include "region.h"
+#include "containers.h"
 
 namespace remat::python {
 
 namespace {
 
-PyObject* new_reference(PyObject* object) {
-  Py_XINCREF(object);
-  return object;
-}
-
 PyObject* or_none(PyObject* object) { return object == nullptr ? Py_None : object; }
 
 PyTypeObject* partial_type() {
-  static auto* const type = reinterpret_cast<PyTypeObject*>(
-      py::object(py::module_::import("functools").attr("partial")).release().ptr());
+  static auto* const type = reinterpret_cast<PyTypeObject*>(imported("functools", "partial"));
   return type;
 }
 
 /// The parts of a functools.partial: its function, arguments and keywords.
 struct PartialParts {
-  explicit PartialParts(PyObject* partial)
-      : function(part(partial, "func")),
-        arguments(part(partial, "args")),
-        keywords(part(partial, "keywords")) {}
-  py::object function, arguments, keywords;
-
- private:
-  static py::object part(PyObject* partial, const char* name) {
-    PyObject* const found = PyObject_GetAttrString(partial, name);
-    if (found == nullptr) throw python_error();
-    return py::reinterpret_steal<py::object>(found);
-  }
+  explicit PartialParts(py::handle partial)
+      : function(partial.attr("func")),
+        arguments(partial.attr("args")),
+        keywords(partial.attr("keywords")) {}
+  const py::object function;
+  const py::tuple arguments;
+  const py::dict keywords;
 };
 
 bool is_partial(PyObject* object) { return Py_TYPE(object) == partial_type(); }
@@ -83,10 +72,8 @@ void Closures::visit(PyObject* object, int depth) {
   if (is_partial(object)) {
     const PartialParts parts(object);
     visit(parts.function.ptr(), depth);
-    for (const py::handle each : py::reinterpret_borrow<py::tuple>(parts.arguments))
-      visit(each.ptr(), depth + 1);
-    for (const auto& [name, each] : py::reinterpret_borrow<py::dict>(parts.keywords))
-      visit(each.ptr(), depth + 1);
+    for (const py::handle each : parts.arguments) visit(each.ptr(), depth + 1);
+    for (const auto& [name, each] : parts.keywords) visit(each.ptr(), depth + 1);
     return;
   }
   if (PyObject* const closure = PyFunction_GET_CLOSURE(object))
@@ -95,10 +82,8 @@ void Closures::visit(PyObject* object, int depth) {
   if (PyObject* const defaults = PyFunction_GET_DEFAULTS(object))
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(defaults); ++i)
       visit(PyTuple_GET_ITEM(defaults, i), depth + 1);
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
-  if (PyObject* const defaults = PyFunction_GET_KW_DEFAULTS(object))
-    while (PyDict_Next(defaults, &position, &name, &value) != 0) visit(value, depth + 1);
+  visit_entries(PyFunction_GET_KW_DEFAULTS(object),
+                [&](PyObject*, PyObject* value) { visit(value, depth + 1); });
 }
 
 void Closures::note(PyObject* cell, bool is_own, int depth) {
@@ -182,18 +167,23 @@ class Closures::Copies {
     return is_partial(object) ? copied_partial(object) : copied_function(object);
   }
 
+  py::tuple copied_items(const py::tuple& items) {
+    py::tuple all(items.size());
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = copied(py::handle(items[i]).ptr());
+    return all;
+  }
+  py::dict copied_values(const py::dict& values) {
+    py::dict all;
+    for (const auto& [name, value] : values) all[name] = copied(value.ptr());
+    return all;
+  }
+
   py::object copied_partial(PyObject* partial) {
     const PartialParts parts(partial);
-    const auto arguments = py::reinterpret_borrow<py::tuple>(parts.arguments);
-    py::tuple all(arguments.size() + 1);
-    all[0] = copied(parts.function.ptr());
-    for (std::size_t i = 0; i < arguments.size(); ++i)
-      all[i + 1] = copied(py::handle(arguments[i]).ptr());
-    py::dict keywords;
-    for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(parts.keywords))
-      keywords[name] = copied(value.ptr());
-    return owned(
-        PyObject_Call(reinterpret_cast<PyObject*>(partial_type()), all.ptr(), keywords.ptr()));
+    const py::tuple function = py::make_tuple(copied(parts.function.ptr()));
+    return owned(PyObject_Call(reinterpret_cast<PyObject*>(partial_type()),
+                               (function + copied_items(parts.arguments)).ptr(),
+                               copied_values(parts.keywords).ptr()));
   }
 
   py::object copied_function(PyObject* function) {
@@ -212,18 +202,10 @@ class Closures::Copies {
       if (PyFunction_SetClosure(copy.ptr(), cells.ptr()) != 0) throw python_error();
     }
     py::object defaults, named;
-    if (PyObject* const each = PyFunction_GET_DEFAULTS(function)) {
-      py::tuple all(static_cast<std::size_t>(PyTuple_GET_SIZE(each)));
-      for (std::size_t i = 0; i < all.size(); ++i)
-        all[i] = copied(PyTuple_GET_ITEM(each, static_cast<Py_ssize_t>(i)));
-      defaults = all;
-    }
-    if (PyObject* const each = PyFunction_GET_KW_DEFAULTS(function)) {
-      py::dict all;
-      for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(each))
-        all[name] = copied(value.ptr());
-      named = all;
-    }
+    if (PyObject* const each = PyFunction_GET_DEFAULTS(function))
+      defaults = copied_items(py::reinterpret_borrow<py::tuple>(each));
+    if (PyObject* const each = PyFunction_GET_KW_DEFAULTS(function))
+      named = copied_values(py::reinterpret_borrow<py::dict>(each));
     if (PyFunction_SetDefaults(copy.ptr(), or_none(defaults.ptr())) != 0 ||
         PyFunction_SetKwDefaults(copy.ptr(), or_none(named.ptr())) != 0)
       throw python_error();
@@ -254,12 +236,7 @@ PyObject* Closures::function_again() const {
     return PyCell_GET(each.cell) != then.ptr();
   });
   if (!differs) return new_reference(function_);
-  try {
-    return Copies(*this).of(function_).release().ptr();
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
+  return returned([&] { return Copies(*this).of(function_).release().ptr(); });
 }
 
 }  // namespace remat::python

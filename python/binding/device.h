@@ -5,8 +5,6 @@
 
 #include <c10/core/Device.h>
 
-#include <utility>
-
 #include "python.h"
 
 namespace remat::python {
@@ -16,20 +14,8 @@ namespace remat::python {
 inline c10::Device device_in(const py::object& device) {
   if (device.is_none()) return c10::kCPU;
   if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;
-  static PyObject* const type =
-      py::object(py::module_::import("torch").attr("device")).release().ptr();
+  static PyObject* const type = imported("torch", "device");
   return reinterpret_cast<THPDevice*>(py::handle(type)(device).ptr())->device;
-}
-
-/// Calls it; an error of the library becomes the package's CheckpointError.
-template <class Action>
-auto with_package_errors(Action&& action) {
-  try {
-    return action();
-  } catch (const CheckpointError& error) {
-    set_error(error);
-  }
-  throw py::error_already_set();
 }
 
 }  // namespace remat::python

@@ -23,8 +23,6 @@ Upstream& upstream() {
 
 namespace {
 
-PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
-
 /// A value of a dictionary, borrowed; null if there is none.
 PyObject* value_of(PyObject* dictionary, PyObject* key) {
   return PyDict_GetItemWithError(dictionary, key);
@@ -100,6 +98,15 @@ bool DropInRun::leave_context(py::handle error) {
   return result.ptr() == Py_True;
 }
 
+bool DropInRun::abandon(py::handle error) {
+  state = State::Over;
+  struct Closed {
+    ~Closed() { run.forward.reset(); }
+    DropInRun& run;
+  } const closed{*this};
+  return leave_context(error);
+}
+
 void DropInRun::finish() {
   const State before = std::exchange(state, State::Over);
   if (before != State::Open) return;
@@ -125,17 +132,11 @@ void set_determinism_check(CheckpointOptions& options, PyObject* check) {
                  check);
     throw py::error_already_set();
   } else {  // one that the program has added
-    const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
-    Py_INCREF(function);
-    options.fingerprint = [kept](const at::Tensor& tensor) {
-      const Locked locked(Locked::AtEnd::Wait);
-      try {
+    options.fingerprint = [kept = shared(function)](const at::Tensor& tensor) {
+      return call_locked([&] {
         return call_python(upstream().fingerprint, py::handle(kept.get()), tensor)
             .cast<std::string>();
-      } catch (py::error_already_set& error) {
-        error.restore();
-      }
-      throw_persisted();
+      });
     };
   }
 }
@@ -183,22 +184,16 @@ void DropInRun::prepare(PyObject* const* settings, const Call& call) {
 void add_drop_in(py::module_& module) {
   add_generator(module);
   add_checkpoint_call(module);
-  module.def("_set_upstream", [](const py::dict& all) {
-    const auto take = [&](const char* name) { return py::object(all[name]).release().ptr(); };
-    Upstream& torch = upstream();
-    torch.generator = take("generator");
-    torch.globals = take("globals");
-    torch.noop_context_fn = take("noop_context_fn");
-    torch.default_metadata = take("default_metadata");
-    torch.no_metadata = take("no_metadata");
-    torch.is_tracing = take("is_tracing");
-    torch.contexts = take("contexts");
-    torch.debug_contexts = take("debug_contexts");
-    torch.fingerprint = take("fingerprint");
-    torch.leave = take("leave");
-    torch.pass_on = take("pass_on");
-    torch.replaced_name = take("replaced_name");
-    torch.replacement = take("replacement");
+  module.def("_set_upstream", [](const py::kwargs& all) {
+    using U = Upstream;
+    U& torch = upstream();
+    take_names(
+        torch, all,
+        {REMAT_MEMBER(U, generator), REMAT_MEMBER(U, globals), REMAT_MEMBER(U, noop_context_fn),
+         REMAT_MEMBER(U, default_metadata), REMAT_MEMBER(U, no_metadata),
+         REMAT_MEMBER(U, is_tracing), REMAT_MEMBER(U, contexts), REMAT_MEMBER(U, debug_contexts),
+         REMAT_MEMBER(U, fingerprint), REMAT_MEMBER(U, leave), REMAT_MEMBER(U, pass_on),
+         REMAT_MEMBER(U, replaced_name), REMAT_MEMBER(U, replacement)});
     torch.throws = all["throws"].cast<bool>();
   });
   module.def("_turn_drop_in", [](bool on) { upstream().is_on = on; });

@@ -2,7 +2,6 @@
 // Regions of torch.utils.checkpoint: what is known of it, and a region from its arguments to its
 // end.
 
-#include <exception>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -61,30 +60,15 @@ struct DropInRun {
   void finish();
   /// Whether the forward context has suppressed the exception; null: it has ended as it should.
   bool leave_context(py::handle error);
+  /// The same, and the region is over: its function has not returned.
+  bool abandon(py::handle error);
 };
 
 /// What upstream has of a region before its function: function, preserve_rng_state, context_fn,
 /// determinism_check, debug, early_stop.
 inline constexpr Py_ssize_t num_settings = 6;
 
-/// Calls `action`, with warnings of the library going to Python; false if there is a Python error.
-template <class Action>
-bool guarded(Action&& action) {
-  try {
-    torch::PyWarningHandler warnings;
-    try {
-      if (action()) return true;
-      warnings.set_in_exception();
-    } catch (...) {
-      warnings.set_in_exception();
-      set_error_in_flight();
-    }
-    return false;
-  } catch (...) {
-    set_error_in_flight();
-    return false;
-  }
-}
+inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 /// Adds what stands in for the generator, and for `checkpoint` itself, to the module.
 void add_generator(py::module_& module);        // drop_in_generator.cpp

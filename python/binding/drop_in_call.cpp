@@ -19,8 +19,6 @@ namespace {
 // upstream has it, and come to the generator (drop_in_generator.cpp), if they are non-reentrant: it
 // does the same in six calls of Python more.
 
-PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
-
 /// The arguments of `checkpoint` apart from its options.
 class PlainCall {
  public:
@@ -97,12 +95,9 @@ class PlainCall {
       }
     }
     if (others.empty()) return true;
-    names_ = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(others.size())));
-    if (!names_) throw python_error();
-    for (std::size_t i = 0; i < others.size(); ++i) {
-      Py_INCREF(others[i]);
-      PyTuple_SET_ITEM(names_.ptr(), static_cast<Py_ssize_t>(i), others[i]);
-    }
+    py::tuple names(others.size());
+    for (std::size_t i = 0; i < others.size(); ++i) names[i] = py::handle(others[i]);
+    names_ = std::move(names);
     return true;
   }
 
@@ -116,10 +111,10 @@ class PlainCall {
 
 /// Ends a region whose function has raised; its error stays set.
 void close(DropInRun& run) {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  run.forward.reset();
-  PyErr_Restore(type, value, traceback);
+  {
+    const ErrorAside aside;
+    run.forward.reset();
+  }
   // Upstream hands the error to a generator, which lets this one out as another.
   if (upstream().throws && PyErr_ExceptionMatches(PyExc_StopIteration) != 0)
     py::raise_from(PyExc_RuntimeError, "generator raised StopIteration");
@@ -133,10 +128,7 @@ PyObject* run_plain(const PlainCall& plain) {
   py::object result;
   {
     const WithoutCompiler uncompiled;
-    result = py::reinterpret_steal<py::object>(in_python([&] {
-      return PyObject_Vectorcall(call.function, call.arguments,
-                                 static_cast<std::size_t>(call.num_positional), call.names);
-    }));
+    result = py::reinterpret_steal<py::object>(call.run());
   }
   if (!result) return close(run), nullptr;
   if (!guarded([&] { return run.finish(), true; })) return nullptr;
@@ -145,26 +137,16 @@ PyObject* run_plain(const PlainCall& plain) {
 
 /// See Note [The call itself].
 PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
-  try {
+  return returned([&] {
     const PlainCall plain(arguments, count, keywords);
     if (plain && !is_for_upstream()) return run_plain(plain);
     return PyObject_Vectorcall(upstream().pass_on, arguments, static_cast<std::size_t>(count),
                                keywords);
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
+  });
 }
-
-PyMethodDef checkpoint_method{
-    "checkpoint", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(checkpoint)),
-    METH_FASTCALL | METH_KEYWORDS, nullptr};
 
 }  // namespace
 
-void add_checkpoint_call(py::module_& module) {
-  module.attr("_checkpoint") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&checkpoint_method, nullptr, nullptr));
-}
+void add_checkpoint_call(py::module_& module) { add_function(module, "_checkpoint", checkpoint); }
 
 }  // namespace remat::python

@@ -43,13 +43,7 @@ PyObject* region_throw(PyObject* self, PyObject* const* arguments, Py_ssize_t co
   }
   bool is_suppressed = false;
   const bool is_left = guarded([&] {
-    run.state = DropInRun::State::Over;
-    const py::object kept = py::reinterpret_borrow<py::object>(error);
-    struct Closed {
-      ~Closed() { run.forward.reset(); }
-      DropInRun& run;
-    } const closed{run};
-    is_suppressed = run.leave_context(kept);
+    is_suppressed = run.abandon(py::reinterpret_borrow<py::object>(error));
     return true;
   });
   if (!is_left) return nullptr;
@@ -68,29 +62,20 @@ PyObject* region_close(PyObject* self, PyObject*) {
   DropInRun& run = reinterpret_cast<RegionObject*>(self)->run();
   if (run.state == DropInRun::State::Open) {
     py::object error = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyExc_GeneratorExit));
-    if (!guarded([&] {
-          run.state = DropInRun::State::Over;
-          struct Closed {
-            ~Closed() { run.forward.reset(); }
-            DropInRun& run;
-          } const closed{run};
-          run.leave_context(error);
-          return true;
-        }))
-      return nullptr;
+    if (!guarded([&] { return run.abandon(error), true; })) return nullptr;
   }
   run.state = DropInRun::State::Over;
   Py_RETURN_NONE;
 }
 
 void region_dealloc(PyObject* self) {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyObject* const closed = region_close(self, nullptr);
-  if (closed == nullptr) PyErr_WriteUnraisable(self);
-  Py_XDECREF(closed);
-  reinterpret_cast<RegionObject*>(self)->run().~DropInRun();
-  PyErr_Restore(type, value, traceback);
+  {
+    const ErrorAside aside;
+    PyObject* const closed = region_close(self, nullptr);
+    if (closed == nullptr) PyErr_WriteUnraisable(self);
+    Py_XDECREF(closed);
+    reinterpret_cast<RegionObject*>(self)->run().~DropInRun();
+  }
   PyTypeObject* const object_type = Py_TYPE(self);
   PyObject_Free(self);
   Py_DECREF(object_type);
@@ -119,32 +104,22 @@ PyTypeObject* region_type() {
 
 /// Stands in for torch.utils.checkpoint._checkpoint_without_reentrant_generator.
 PyObject* region(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
-  try {
+  return returned([&]() -> PyObject* {
     if (count < num_settings || is_for_upstream())
       return PyObject_Vectorcall(upstream().generator, arguments, static_cast<std::size_t>(count),
                                  keywords);
     auto* const object = PyObject_New(RegionObject, region_type());
     if (object == nullptr) return nullptr;
     DropInRun& run = *new (object->storage) DropInRun();
-    const auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+    auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
     run.prepare(arguments,
                 {arguments[0], arguments + num_settings, count - num_settings, keywords});
-    return py::object(owned).release().ptr();
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
+    return owned.release().ptr();
+  });
 }
-
-PyMethodDef region_method{"region",
-                          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(region)),
-                          METH_FASTCALL | METH_KEYWORDS, nullptr};
 
 }  // namespace
 
-void add_generator(py::module_& module) {
-  module.attr("_region") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&region_method, nullptr, nullptr));
-}
+void add_generator(py::module_& module) { add_function(module, "_region", region); }
 
 }  // namespace remat::python

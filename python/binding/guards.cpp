@@ -6,7 +6,7 @@
 #include <torch/csrc/Generator.h>
 
 #include <any>
-#include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "containers.h"
 #include "device.h"
+#include "fields.h"
 #include "python.h"
 #include "region.h"
 #include "remat/allocations.h"
@@ -30,51 +32,26 @@ namespace remat::python {
 
 namespace {
 
-/// A guard of any kind, open from its making to `end`. One thread.
+/// A guard of any kind, open from its making to `end`, with the counts of one that counts. One
+/// thread.
 class OpenGuard {
  public:
-  explicit OpenGuard(std::shared_ptr<void> guard) : guard_(std::move(guard)) {}
+  explicit OpenGuard(std::shared_ptr<void> guard, std::function<py::tuple()> counts = {})
+      : guard_(std::move(guard)), counts_(std::move(counts)) {}
   void end() {
-    const std::shared_ptr<void> ended = std::move(guard_);
     const Unlocked unlocked;  // what has to be written is written now
-    const_cast<std::shared_ptr<void>&>(ended).reset();
+    guard_.reset();
   }
+  py::tuple counts() const { return counts_(); }
 
  private:
   std::shared_ptr<void> guard_;
+  std::function<py::tuple()> counts_;
 };
 
 template <class Guard, class... Arguments>
 OpenGuard open(Arguments&&... arguments) {
   return OpenGuard(std::make_shared<Guard>(std::forward<Arguments>(arguments)...));
-}
-
-/// With the counters of a guard that has some.
-template <class Guard, class Options>
-auto open_counted(const Options& options) {
-  auto guard = std::make_shared<Guard>(options);
-  auto counters = guard->counters();
-  return std::pair(OpenGuard(std::move(guard)), std::move(counters));
-}
-
-/// A reference that dies on any thread.
-std::shared_ptr<PyObject> shared(py::handle object) {
-  Py_INCREF(object.ptr());
-  return std::shared_ptr<PyObject>(object.ptr(), [](PyObject* last) { drop(&last, 1); });
-}
-
-/// Calls with the lock; a Python error crosses threads.
-template <class Action>
-auto call_locked(Action&& action) {
-  const Locked locked(Locked::AtEnd::Wait);
-  try {
-    return action();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (py::builtin_exception& error) {
-    error.set_error();
-  }
-  throw_persisted();
 }
 
 // ---- state
@@ -132,6 +109,12 @@ ObjectProvider::~ObjectProvider() { object_providers().forget(object_.get()); }
 
 /// What an object that is a place can do beyond `store` and `load`.
 struct PlaceFacts {
+  explicit PlaceFacts(py::handle place)
+      : stores_bytes(py::bool_(py::getattr(place, "stores_bytes", py::bool_(true)))),
+        takes(py::hasattr(place, "takes")),
+        finishes_stores(py::hasattr(place, "finish_store")),
+        begins_loads(py::hasattr(place, "begin_load")),
+        cancels_loads(py::hasattr(place, "cancel_load")) {}
   bool stores_bytes, takes, finishes_stores, begins_loads, cancels_loads;
 };
 
@@ -214,8 +197,7 @@ class ObjectContents final : public StoredContents {
 /// An object with `store(flat)` and `load(contents)`.
 class ObjectPlace final : public Place {
  public:
-  ObjectPlace(py::handle object, const PlaceFacts& facts)
-      : object_(shared(object)), facts_(facts) {}
+  explicit ObjectPlace(py::handle object) : object_(shared(object)), facts_(object) {}
 
   bool takes(const at::Tensor& tensor) const override {
     if (!facts_.takes) return true;
@@ -250,134 +232,129 @@ at::Generator generator_in(const py::object& object) {
   return reinterpret_cast<THPGenerator*>(object.ptr())->cdata;
 }
 
+// ---- by name
+
+using Opener = std::function<OpenGuard(const py::dict& given)>;
+
+/// Opens a guard of these arguments, which have these types and names.
+template <class Guard, class... Values, class... Names>
+Opener opens(Names... names) {
+  return [names...]([[maybe_unused]] const py::dict& given) {
+    return open<Guard>(value_in<Values>(given[names], names)...);
+  };
+}
+/// Opens a guard of options.
+template <class Guard, class Options>
+Opener opens_with(std::vector<Option<Options>> options) {
+  return [options = std::move(options)](const py::dict& given) {
+    return open<Guard>(options_of(given, options));
+  };
+}
+py::tuple tuple_of_counts(const MoveCounts& now) {
+  return py::make_tuple(now.moves, now.bytes_moved, now.loads, now.loads_ahead, now.bytes_loaded,
+                        now.seconds_waited);
+}
+py::tuple tuple_of_counts(const TierCounts& now) {
+  return py::make_tuple(now.bytes_on_host, now.bytes_on_disk, now.bytes_to_host, now.bytes_to_disk,
+                        now.bytes_loaded, now.loads, now.waits, now.seconds_waited,
+                        now.failed_writes);
+}
+/// The same, of one that counts: in the order of MoveCounts and TierCounts of remat/_guards.py.
+template <class Guard, class Options>
+Opener counts_with(std::vector<Option<Options>> options) {
+  return [options = std::move(options)](const py::dict& given) {
+    auto guard = std::make_shared<Guard>(options_of(given, options));
+    auto counts = [counters = guard->counters()] { return tuple_of_counts(counters.now()); };
+    return OpenGuard(std::move(guard), std::move(counts));
+  };
+}
+
+OpenGuard open_place(const py::dict& given) {
+  using Options = SaveElsewhereOptions;
+  static const std::vector<Option<Options>> options{
+      REMAT_MEMBER(Options, min_bytes), REMAT_MEMBER(Options, skip_parameters),
+      REMAT_MEMBER(Options, prefetch_depth), REMAT_MEMBER(Options, max_bytes_in_flight)};
+  return open<SaveElsewhereGuard>(std::make_unique<ObjectPlace>(given["place"]),
+                                  options_of(given, options));
+}
+
+OpenGuard open_memory_limit(const py::dict& given) {
+  const auto bytes = value_in<int64_t>(given["bytes"], "bytes");
+  const c10::Device limited = device_in(given["device"]);
+  return limited.is_cpu() ? open<MemoryLimitGuard>(bytes) : open<MemoryLimitGuard>(bytes, limited);
+}
+
+OpenGuard open_observer(const py::dict& given) {
+  return open<RecomputeObserverGuard>(
+      RecomputeObserver{.begin = tells(given["begin"]), .end = tells(given["end"])});
+}
+
+/// By the names of the functions of remat/_guards.py, whose arguments are given.
+const std::map<std::string, Opener>& openers() {
+  using Cpu = SaveOnCpuOptions;
+  using Disk = SaveOnDiskOptions;
+  using Tiers = SaveInTiersOptions;
+  static const auto* const all = new std::map<std::string, Opener>{
+      {"save_on_cpu", counts_with<SaveOnCpuGuard, Cpu>(
+                          {REMAT_MEMBER(Cpu, pin_memory), REMAT_MEMBER(Cpu, min_bytes),
+                           REMAT_MEMBER(Cpu, skip_parameters), REMAT_MEMBER(Cpu, prefetch_depth),
+                           REMAT_MEMBER(Cpu, max_bytes_in_flight), REMAT_MEMBER(Cpu, keep_last)})},
+      {"save_on_disk", counts_with<SaveOnDiskGuard, Disk>({REMAT_MEMBER(Disk, directory),
+                                                           REMAT_MEMBER(Disk, min_bytes),
+                                                           REMAT_MEMBER(Disk, prefetch_depth)})},
+      {"save_in_tiers",
+       counts_with<SaveInTiersGuard, Tiers>(
+           {REMAT_MEMBER(Tiers, device_bytes), REMAT_MEMBER(Tiers, host_bytes),
+            REMAT_MEMBER(Tiers, directory), REMAT_MEMBER(Tiers, min_bytes),
+            REMAT_MEMBER(Tiers, pin_memory), REMAT_MEMBER(Tiers, max_bytes_in_flight),
+            REMAT_MEMBER(Tiers, keep_last)})},
+      {"save_elsewhere", open_place},
+      {"save_as", opens<SaveAsGuard, at::ScalarType, int64_t>("dtype", "min_bytes")},
+      {"disable_saved_tensors_hooks", opens<DisableSavedTensorHooksGuard, std::string>("message")},
+      {"early_stop", opens<EarlyStopGuard, bool>("enabled")},
+      {"debug", opens<DebugGuard, std::optional<bool>>("enabled")},
+      {"checkpoint_level", opens<CheckpointLevelGuard, int64_t>("training_level")},
+      {"disable_checkpoint", opens<DisableCheckpointGuard>()},
+      {"graph_exec_group", opens<GraphExecGroup>()},
+      {"recompute_cache", opens_with<RecomputeCacheGuard, RecomputeCacheOptions>(
+                              {REMAT_MEMBER(RecomputeCacheOptions, max_bytes)})},
+      {"state_provider",
+       [](const py::dict&
+              given) { return open<StateProviderGuard>(object_providers().of(given["provider"])); }},
+      {"preserve_generator",
+       [](const py::dict&
+              given) { return open<GeneratorGuard>(generator_in(given["generator"])); }},
+      {"observe_recomputes", open_observer},
+      {"memory_limit", open_memory_limit},
+      {"record_allocations", opens<RecordAllocationsGuard>()}};
+  return *all;
+}
+
+const char* name_of(Phase phase) {
+  return phase == Phase::Forward ? "forward" : phase == Phase::Recompute ? "recompute" : "none";
+}
+
 }  // namespace
 
 void add_guards(py::module_& module) {
-  py::class_<OpenGuard>(module, "OpenGuard", "A guard of the library, open until `end`.")
-      .def("end", torch::wrap_pybind_function([](OpenGuard& self) { self.end(); }));
-
-  const auto define = [&](const char* name, auto function) {
-    module.def(name, torch::wrap_pybind_function(std::move(function)));
-  };
-  define("_open_save_on_cpu",
-         [](bool pin_memory, int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth,
-            std::optional<int64_t> max_bytes_in_flight, int64_t keep_last) {
-           SaveOnCpuOptions options{.pin_memory = pin_memory,
-                                    .min_bytes = min_bytes,
-                                    .skip_parameters = skip_parameters,
-                                    .prefetch_depth = prefetch_depth,
-                                    .keep_last = keep_last};
-           if (max_bytes_in_flight) options.max_bytes_in_flight = *max_bytes_in_flight;
-           return open_counted<SaveOnCpuGuard>(options);
-         });
-  define("_open_save_on_disk",
-         [](const std::string& directory, int64_t min_bytes, int64_t prefetch_depth) {
-           return open_counted<SaveOnDiskGuard>(
-               SaveOnDiskOptions{.directory = std::filesystem::path(directory),
-                                 .min_bytes = min_bytes,
-                                 .prefetch_depth = prefetch_depth});
-         });
-  py::class_<MoveCounters>(module, "MoveCounters",
-                           "The counts of one scope that moves saved tensors, also after it.")
-      .def("now", [](const MoveCounters& self) {
-        const MoveCounts now = self.now();
-        return py::make_tuple(now.moves, now.bytes_moved, now.loads, now.loads_ahead,
-                              now.bytes_loaded, now.seconds_waited);
-      });
-  define("_open_save_in_tiers",
-         [](int64_t device_bytes, std::optional<int64_t> host_bytes, const std::string& directory,
-            int64_t min_bytes, bool pin_memory, int64_t max_bytes_in_flight, int64_t keep_last) {
-           SaveInTiersOptions options{.device_bytes = device_bytes,
-                                      .directory = std::filesystem::path(directory),
-                                      .min_bytes = min_bytes,
-                                      .pin_memory = pin_memory,
-                                      .max_bytes_in_flight = max_bytes_in_flight,
-                                      .keep_last = keep_last};
-           if (host_bytes) options.host_bytes = *host_bytes;
-           return open_counted<SaveInTiersGuard>(options);
-         });
-  py::class_<TierCounters>(module, "TierCounters",
-                           "The counts of one scope of tiers, also after it.")
-      .def("now", [](const TierCounters& self) {
-        const TierCounts now = self.now();
-        return py::make_tuple(now.bytes_on_host, now.bytes_on_disk, now.bytes_to_host,
-                              now.bytes_to_disk, now.bytes_loaded, now.loads, now.waits,
-                              now.seconds_waited, now.failed_writes);
-      });
-  define("_open_save_elsewhere", [](const py::object& place, const std::vector<bool>& facts,
-                                    int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth,
-                                    int64_t max_bytes_in_flight) {
-    return open<SaveElsewhereGuard>(
-        std::make_unique<ObjectPlace>(
-            place, PlaceFacts{facts.at(0), facts.at(1), facts.at(2), facts.at(3), facts.at(4)}),
-        SaveElsewhereOptions{.min_bytes = min_bytes,
-                             .skip_parameters = skip_parameters,
-                             .prefetch_depth = prefetch_depth,
-                             .max_bytes_in_flight = max_bytes_in_flight});
-  });
-  define("_open_save_as", [](at::ScalarType dtype, int64_t min_bytes) {
-    return open<SaveAsGuard>(dtype, min_bytes);
-  });
-  define("_open_disable_saved_tensors_hooks", [](std::string message) {
-    return open<DisableSavedTensorHooksGuard>(std::move(message));
-  });
-  define("_open_early_stop", [](bool enabled) { return open<EarlyStopGuard>(enabled); });
-  define("_open_debug", [](std::optional<bool> enabled) { return open<DebugGuard>(enabled); });
-  define("_open_checkpoint_level",
-         [](int64_t training_level) { return open<CheckpointLevelGuard>(training_level); });
-  define("_open_disable_checkpoint", [] { return open<DisableCheckpointGuard>(); });
-  define("_open_graph_exec_group", [] { return open<GraphExecGroup>(); });
-  define("_open_recompute_cache", [](std::optional<int64_t> max_bytes) {
-    RecomputeCacheOptions options;
-    if (max_bytes) options.max_bytes = *max_bytes;
-    return open<RecomputeCacheGuard>(options);
-  });
-  define("_open_state_provider", [](const py::object& provider) {
-    return open<StateProviderGuard>(object_providers().of(provider));
-  });
-  define("_open_generator",
-         [](const py::object& generator) { return open<GeneratorGuard>(generator_in(generator)); });
-  define("_open_observe_recomputes", [](const py::object& begin, const py::object& end) {
-    return open<RecomputeObserverGuard>(
-        RecomputeObserver{.begin = tells(begin), .end = tells(end)});
-  });
-  define("_open_memory_limit", [](int64_t bytes, const py::object& device) {
-    const c10::Device limited = device_in(device);
-    return with_package_errors([&] {
-      return limited.is_cpu() ? open<MemoryLimitGuard>(bytes)
-                              : open<MemoryLimitGuard>(bytes, limited);
-    });
-  });
-
-  define("_open_record_allocations",
-         [] { return with_package_errors([] { return open<RecordAllocationsGuard>(); }); });
-
+  py::class_<OpenGuard>(module, "_OpenGuard", "A guard of the library, open until `end`.")
+      .def("end", wrapped([](OpenGuard& self) { self.end(); }))
+      .def("counts", wrapped([](const OpenGuard& self) { return self.counts(); }));
+  module.def("_open", wrapped([](const std::string& name, const py::dict& given) {
+               return openers().at(name)(given);
+             }));
   py::class_<PhaseInfo>(module, "PhaseInfo",
                         "The region whose function runs, and which of its runs it is.")
       .def_property_readonly(
-          "phase",
-          [](const PhaseInfo& self) {
-            switch (self.phase) {
-              case Phase::Forward:
-                return "forward";
-              case Phase::Recompute:
-                return "recompute";
-              case Phase::None:
-                break;
-            }
-            return "none";
-          },
+          "phase", [](const PhaseInfo& self) { return name_of(self.phase); },
           "'forward', 'recompute', or 'none' outside of regions.")
       .def_readonly("frame_id", &PhaseInfo::frame_id,
                     "The same in forward and recompute: a key for state of one region. -1 outside.")
       .def_readonly("depth", &PhaseInfo::depth, "Enclosing regions, this one included.")
       .def_readonly("name", &PhaseInfo::name, "The region's name, '' if it has none.")
       .def("__repr__", [](const PhaseInfo& self) {
-        const char* const phase = self.phase == Phase::Forward     ? "forward"
-                                  : self.phase == Phase::Recompute ? "recompute"
-                                                                   : "none";
         return py::str("PhaseInfo(phase={!r}, frame_id={}, depth={}, name={!r})")
-            .format(phase, self.frame_id, self.depth, self.name);
+            .format(name_of(self.phase), self.frame_id, self.depth, self.name);
       });
   module.def(
       "current_phase", [] { return current_phase(); },

@@ -84,8 +84,7 @@ HookCycles::HookCycles() : around_(std::exchange(innermost, this)) {}
 HookCycles::~HookCycles() {
   innermost = around_;
   if (handles_.empty()) return;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
+  const ErrorAside aside;
   try {
     const py::list noted = py::cast(std::exchange(handles_, {}));
     call_python(names().free_hooks, noted);
@@ -93,11 +92,9 @@ HookCycles::~HookCycles() {
     error.restore();
     raise_later();
   }
-  PyErr_Restore(type, value, traceback);
 }
 
 void add_hook_cycles(py::module_& module) {
-  module.def("_set_free_hooks", [](py::object free) { names().free_hooks = free.release().ptr(); });
   module.def("_note_hooks", [](py::object handles) {
     if (innermost != nullptr) innermost->note(std::move(handles));
   });

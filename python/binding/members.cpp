@@ -1,23 +1,23 @@
 #include "members.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 #include <thread>
 #include <unordered_map>
 
 #include "module_tree.h"
-#include "region.h"
 
 namespace remat::python {
-
-PyObject* imported(const char* module, const char* name) {
-  return py::object(py::module_::import(module).attr(name)).release().ptr();
-}
 
 bool is_module(PyObject* object) {
   static PyObject* const type = imported("torch.nn", "Module");
   return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
+
+std::string text_of(const ModulePath* path) {
+  if (path == nullptr) return "";
+  const bool is_text = PyUnicode_Check(path->name) != 0;
+  return text_of(path->above) + (is_text ? std::string(py::str(path->name)) : "?") + ".";
 }
 
 bool is_member_value(PyObject* value, int depth) {
@@ -38,26 +38,17 @@ namespace {
 /// value, or null for one that is no member. The training flag has its own rule, and dictionaries
 /// and sets hold others. False: the visitor had enough.
 template <class ModuleVisitor, class EntryVisitor>
-bool visit_members(PyObject* module, int depth, ModuleVisitor&& begin_module,
-                   EntryVisitor&& visit_entry) {
+bool visit_members(PyObject* root, ModuleVisitor&& begin_module, EntryVisitor&& visit_entry) {
   static PyObject* const training = PyUnicode_InternFromString("training");
-  PyObject** const place = _PyObject_GetDictPtr(module);
-  if (place == nullptr || *place == nullptr || PyDict_Check(*place) == 0) return true;
-  PyObject* const attributes = *place;
-  if (!begin_module(attributes)) return false;
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
-  while (PyDict_Next(attributes, &position, &name, &value) != 0) {
-    if (name == training || PyDict_Check(value) != 0 || PyAnySet_Check(value) != 0) continue;
-    if (!visit_entry(name, is_member_value(value) ? value : nullptr)) return false;
-  }
-  PyObject* const children = entry(attributes, "_modules");
-  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest_module) return true;
-  position = 0;
-  while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value) && !visit_members(value, depth + 1, begin_module, visit_entry))
-      return false;
-  return true;
+  return visit_modules(root, [&](PyObject* attributes, const ModulePath*) {
+    bool goes_on = begin_module(attributes);
+    visit_entries(attributes, [&](PyObject* name, PyObject* value) {
+      if (!goes_on || name == training || PyDict_Check(value) != 0 || PyAnySet_Check(value) != 0)
+        return;
+      goes_on = visit_entry(name, is_member_value(value) ? value : nullptr);
+    });
+    return goes_on;
+  });
 }
 
 /// Returns the members that the last region of some modules noted, if they are still kept.
@@ -79,7 +70,7 @@ std::shared_ptr<const Members> Members::of(const std::vector<PyObject*>& roots) 
   auto made = std::make_shared<Members>();
   for (PyObject* root : roots)
     visit_members(
-        root, 0,
+        root,
         [&](PyObject* attributes) {
           made->modules_.push_back({new_reference(attributes), made->entries_.size()});
           return true;
@@ -111,7 +102,7 @@ bool Members::is_now(const std::vector<PyObject*>& roots) const {
   std::size_t module = 0, next = 0;
   for (PyObject* root : roots) {
     const bool is_same = visit_members(
-        root, 0,
+        root,
         [&](PyObject* attributes) {
           if (module > 0 && modules_[module - 1].end != next) return false;
           return module < modules_.size() && modules_[module++].attributes == attributes;
@@ -131,7 +122,7 @@ std::vector<Members::Change> Members::tensors_with_history(const std::vector<PyO
   PyObject* attributes = nullptr;
   for (PyObject* root : roots)
     visit_members(
-        root, 0,
+        root,
         [&](PyObject* of_module) {
           attributes = of_module;
           return true;
@@ -206,22 +197,14 @@ std::unordered_map<PyObject*, Holder>& holders() {
 }  // namespace
 
 void HeldMembers::take(PyObject* root) {
-  constexpr std::chrono::seconds longest_wait(10);
   const auto self = std::this_thread::get_id();
-  const auto start = std::chrono::steady_clock::now();
-  for (;;) {
-    const auto found = holders().find(root);
-    if (found == holders().end() || found->second.thread == self) break;
-    if (std::chrono::steady_clock::now() - start > longest_wait) {
-      PyErr_SetString(
-          PyExc_RuntimeError,
-          "remat: a recompute waited ten seconds for another thread's, which has put back the members of the same "
-          "module.");
-      throw python_error();
-    }
-    const Unlocked unlocked;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  wait_until(
+      [&] {
+        const auto found = holders().find(root);
+        return found == holders().end() || found->second.thread == self;
+      },
+      "remat: a recompute waited ten seconds for another thread's, which has put back the members of the same "
+      "module.");
   Holder& holder = holders()[root];
   holder.thread = self;
   ++holder.depth;

@@ -4,25 +4,19 @@
 #include "remat/binding.h"
 #include "remat/report.h"
 #include "remat/scope.h"
-#include "scope.h"
 
 namespace remat::python {
-
-void add_budget(py::module_& module);  // budget.cpp
 
 namespace {
 
 py::dict counters() {
+  using namespace py::literals;
   const Counters now = remat::counters();
-  py::dict all;
-  all["frames_created"] = now.frames_created;
-  all["frames_alive"] = now.frames_alive;
-  all["recomputes"] = now.recomputes;
-  all["early_stops"] = now.early_stops;
-  all["tensors_dropped"] = now.tensors_dropped;
-  all["tensors_recomputed"] = now.tensors_recomputed;
-  all["recomputed_bytes_alive"] = now.recomputed_bytes_alive;
-  return all;
+  return py::dict("frames_created"_a = now.frames_created, "frames_alive"_a = now.frames_alive,
+                  "recomputes"_a = now.recomputes, "early_stops"_a = now.early_stops,
+                  "tensors_dropped"_a = now.tensors_dropped,
+                  "tensors_recomputed"_a = now.tensors_recomputed,
+                  "recomputed_bytes_alive"_a = now.recomputed_bytes_alive);
 }
 
 }  // namespace
@@ -41,21 +35,12 @@ PYBIND11_MODULE(_remat, module) {
     throw py::error_already_set();
   }
   add_process(module);
+  add_stop();
   add_hook_tables();
-  add_policy(module);
-  add_region(module);
-  add_stop(module);
-  add_hook_cycles(module);
-  add_drop_in(module);
-  add_backward(module);
-  add_modules(module);
-  add_save_region(module);
-  add_guards(module);
-  add_observe(module);
-  add_plan(module);
-  add_budget(module);
+  for (const auto add : {add_policy, add_checkpoint, add_hook_cycles, add_drop_in, add_backward,
+                         add_save_region, add_guards, add_observe, add_plan, add_budget})
+    add(module);
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);
   module.def("is_recomputing", remat::is_recomputing);
-  add_guard<remat::GraphExecGroup>(module, "GraphExecGroup");
 }

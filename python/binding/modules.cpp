@@ -1,15 +1,11 @@
-// State of Python modules in regions, and `_run_module`, the call of a module that is a region.
+// State of Python modules in regions.
 
 #include "modules.h"
 
-#include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstddef>
-#include <new>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -25,48 +21,35 @@ namespace remat::python {
 
 namespace {
 
-std::string text_of(PyObject* name) {
-  return PyUnicode_Check(name) != 0 ? std::string(py::str(name)) : std::string("?");
-}
-
 /// "Block" of "package.Block".
 std::string class_of(PyObject* module) {
   const std::string name = Py_TYPE(module)->tp_name;
   return name.substr(name.rfind('.') + 1);
 }
 
-/// Parameters and buffers of a module and of all below it, with their names. Interpreter's lock.
-void visit_named(PyObject* module, int depth, const std::string& path, const std::string& root,
-                 TensorNames::Visitor visitor) {
-  const auto attributes =
-      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
-  if (!attributes) return PyErr_Clear();
-  PyObject *name = nullptr, *value = nullptr;
-  const auto visit_entries = [&](const char* of, const auto& action) {
-    PyObject* const all = entry(attributes.ptr(), of);
-    if (all == nullptr || PyDict_Check(all) == 0) return;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(all, &position, &name, &value) != 0) action();
-  };
-  for (const auto& [of, kind] :
-       {std::pair("_parameters", "parameter"), std::pair("_buffers", "buffer")})
-    visit_entries(of, [&, word = std::string(kind)] {
-      if (const at::Tensor* const tensor = tensor_in(value))
-        visitor(word + " '" + path + text_of(name) + "' of " + root, *tensor);
-    });
-  if (depth == deepest_module) return;
-  visit_entries("_modules", [&] {
-    if (is_module(value)) visit_named(value, depth + 1, path + text_of(name) + ".", root, visitor);
-  });
+/// What errors call a tensor: "parameter 'conv.weight' of Block".
+std::string name_of(const char* kind, const ModulePath* path, PyObject* name, PyObject* root) {
+  const ModulePath whole{path, name};
+  std::string full = text_of(&whole);
+  full.pop_back();
+  return std::string(kind) + " '" + full + "' of " + class_of(root);
 }
 
-/// The same of several, from any thread. Throws nothing.
+/// Visits parameters and buffers of modules and of all below them, with their names, from any
+/// thread. Throws nothing.
 void visit_named(const std::vector<PyObject*>& roots, TensorNames::Visitor visitor) {
   const Locked locked(Locked::AtEnd::Wait);
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  for (PyObject* root : roots) visit_named(root, 0, "", class_of(root), visitor);
-  PyErr_Restore(type, value, traceback);
+  const ErrorAside aside;
+  for (PyObject* root : roots)
+    visit_modules(root, [&](PyObject* attributes, const ModulePath* path) {
+      for (const auto& [of, kind] :
+           {std::pair("_parameters", "parameter"), std::pair("_buffers", "buffer")})
+        visit_entries(entry(attributes, of), [&](PyObject* name, PyObject* value) {
+          if (const at::Tensor* const tensor = tensor_in(value))
+            visitor(name_of(kind, path, name, root), *tensor);
+        });
+      return true;
+    });
 }
 
 std::vector<PyObject*> new_references(const std::vector<PyObject*>& objects) {
@@ -131,10 +114,7 @@ PyObject* module_in(PyObject* function) {
   if (is_module(function)) return function;
   static PyObject* const partial = imported("functools", "partial");
   if (reinterpret_cast<PyObject*>(Py_TYPE(function)) != partial) return nullptr;
-  PyObject* const inner = PyObject_GetAttrString(function, "func");
-  if (inner == nullptr) throw python_error();
-  Py_DECREF(inner);  // the partial has it
-  return module_in(inner);
+  return module_in(py::object(py::handle(function).attr("func")).ptr());  // the partial has it
 }
 
 // ---- flags
@@ -147,19 +127,9 @@ class HeldFlags {
   using Flag = ModuleState::Flag;
 
   void take(const std::vector<Flag>& flags) {
-    constexpr std::chrono::seconds longest_wait(10);
-    const auto start = std::chrono::steady_clock::now();
-    while (!are_free(flags)) {
-      if (std::chrono::steady_clock::now() - start > longest_wait) {
-        PyErr_SetString(
-            PyExc_RuntimeError,
-            "remat: a recompute waited ten seconds for another thread's, which needs the other "
-            "training flag of the same module.");
-        throw python_error();
-      }
-      const Unlocked unlocked;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    wait_until([&] { return are_free(flags); },
+               "remat: a recompute waited ten seconds for another thread's, which needs the other "
+               "training flag of the same module.");
     for (const Flag& flag : flags) {
       const bool now = entry(flag.attributes, "training") == Py_True;
       held_[flag.attributes].push_back({std::this_thread::get_id(), flag.is_training, now});
@@ -219,40 +189,22 @@ HeldFlags& held_flags() {
 
 namespace {
 
-/// Visits a module and all below it: their attributes and the path to them.
-template <class Visitor>
-void visit_tree(PyObject* module, int depth, const std::string& path, Visitor&& visitor) {
-  const auto attributes =
-      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
-  if (!attributes) return PyErr_Clear();
-  visitor(attributes.ptr(), path);
-  PyObject* const children = entry(attributes.ptr(), "_modules");
-  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest_module) return;
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
-  while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value)) visit_tree(value, depth + 1, path + text_of(name) + ".", visitor);
-}
-
 /// Visits the buffers of one module that the library can restore, and names without a tensor: their
 /// dictionary, name, object and tensor, which is null for None.
 template <class Visitor>
 void visit_buffers(PyObject* attributes, Visitor&& visitor) {
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
   PyObject* const buffers = entry(attributes, "_buffers");
-  while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
-         PyDict_Next(buffers, &position, &name, &value) != 0) {
+  visit_entries(buffers, [&](PyObject* name, PyObject* value) {
     const at::Tensor* const tensor = tensor_in(value);
     if (value == Py_None || (tensor != nullptr && can_be_restored(value, *tensor)))
       visitor(buffers, name, value, tensor);
-  }
+  });
 }
 
 }  // namespace
 
 ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {
-  const auto add = [this](PyObject* attributes, const std::string&) {
+  const auto add = [this](PyObject* attributes, const ModulePath*) {
     // A script module has these in C++.
     if (PyObject* const training = entry(attributes, "training"); training != nullptr)
       flags_.push_back({new_reference(attributes), training == Py_True});
@@ -263,8 +215,9 @@ ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_refer
       if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>(roots_);
       static_cast<StandIn&>(*stand_in_).add(*tensor);
     });
+    return true;
   };
-  for (PyObject* root : roots_) visit_tree(root, 0, "", add);
+  for (PyObject* root : roots_) visit_modules(root, add);
 }
 
 void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, visitor); }
@@ -277,11 +230,8 @@ void ModuleState::settle() {
   std::vector<Buffer> changed;
   std::size_t next = 0;  // where the next name is expected, if nothing has changed
   std::vector<bool> is_there(buffers_.size(), false);
-  const auto named = [&](PyObject* name, const std::string& path) {
-    return "buffer '" + path + text_of(name) + "' of " + class_of(roots_.front());
-  };
   const auto compare = [&](PyObject* dictionary, PyObject* name, PyObject* value,
-                           const at::Tensor* tensor, const std::string& path) {
+                           const at::Tensor* tensor, const ModulePath* path) {
     const auto is_this = [&](const Buffer& each) {
       return each.dictionary == dictionary && each.name == name;
     };
@@ -300,21 +250,23 @@ void ModuleState::settle() {
                                                   : new_reference(value);
     if (left == nullptr) throw python_error();
     changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin), left,
-                       named(name, path)});
+                       name_of("buffer", path, name, roots_.front())});
     if (stand_in_ != nullptr && tensor != nullptr)
       static_cast<StandIn&>(*stand_in_).add(*tensor_in(left));
   };
   for (PyObject* root : roots_)
-    visit_tree(root, 0, "", [&](PyObject* attributes, const std::string& path) {
+    visit_modules(root, [&](PyObject* attributes, const ModulePath* path) {
       visit_buffers(attributes, [&](PyObject* dictionary, PyObject* name, PyObject* value,
                                     const at::Tensor* tensor) {
         compare(dictionary, name, value, tensor, path);
       });
+      return true;
     });
   for (std::size_t i = 0; i < buffers_.size(); ++i)
     if (!is_there[i])
       changed.push_back({new_reference(buffers_[i].dictionary), new_reference(buffers_[i].name),
-                         new_reference(buffers_[i].begin), nullptr, named(buffers_[i].name, "")});
+                         new_reference(buffers_[i].begin), nullptr,
+                         name_of("buffer", nullptr, buffers_[i].name, roots_.front())});
   if (!changed.empty() && stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).set_replaced();
   buffers_.swap(changed);
   drop(changed);
@@ -387,8 +339,7 @@ void ModuleState::Hold::compare_names() const {
 
 ModuleState::Hold::~Hold() {
   if (!has_taken_flags_) return;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
+  const ErrorAside aside;
   compare_names();
   for (std::size_t i = buffers_before_.size(); i-- > 0;) {
     const Buffer& each = state_.buffers_[i];
@@ -420,16 +371,10 @@ ModuleState::Hold::~Hold() {
   }
   held_flags().give_back(state_.flags_);
   PyErr_Clear();
-  PyErr_Restore(type, value, traceback);
-}
-
-CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state) {
-  if (state.stand_in() != nullptr) options.modules.push_back(state.stand_in());
-  return options;
 }
 
 ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
-  if (!is_checkpointing() && !is_recomputing()) return;
+  if (modules.empty() || (!is_checkpointing() && !is_recomputing())) return;
   struct Guard {
     explicit Guard(const std::shared_ptr<torch::nn::Module>& stand_in)
         : kept(stand_in), region(*kept, typeid(StandIn), {}), guard(region) {}
@@ -443,153 +388,9 @@ ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
 
 ModulesWatched::~ModulesWatched() = default;
 
-// ---- the function of a region
-
-namespace {
-
-/// A function with the state of its modules: called once for the forward, then by recomputes. No
-/// object for the cyclic collector: Note [The function's objects].
-struct FunctionObject {
-  PyObject_HEAD vectorcallfunc call;
-  PyObject* function;
-  ModuleState* state;
-  bool has_run;
-};
-
-PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_t flags,
-                        PyObject* names) {
-  auto& self = *reinterpret_cast<FunctionObject*>(object);
-  if (!self.has_run) {
-    self.has_run = true;
-    PyObject* const result = PyObject_Vectorcall(self.function, arguments, flags, names);
-    if (result == nullptr) return nullptr;
-    try {
-      self.state->settle();
-    } catch (...) {
-      Py_DECREF(result);
-      set_error_in_flight();
-      return nullptr;
-    }
-    return result;
-  }
-  try {
-    const ModuleState::Hold hold(*self.state);
-    return in_python([&] { return PyObject_Vectorcall(self.function, arguments, flags, names); });
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
-}
-
-void function_dealloc(PyObject* object) {
-  auto& self = *reinterpret_cast<FunctionObject*>(object);
-  delete self.state;
-  Py_XDECREF(self.function);
-  PyTypeObject* const type = Py_TYPE(object);
-  PyObject_Free(object);
-  Py_DECREF(type);
-}
-
-PyTypeObject* function_type() {
-  static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(FunctionObject, call), READONLY, nullptr}, {}};
-  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(function_dealloc)},
-                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                                {Py_tp_members, members},
-                                {0, nullptr}};
-  static PyType_Spec spec{
-      "remat._remat.FunctionOfModules", static_cast<int>(sizeof(FunctionObject)), 0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  return type;
-}
-
-}  // namespace
-
-const TensorNames* tensor_names_of(PyObject* function) {
-  if (Py_TYPE(function)->tp_dealloc != function_dealloc) return nullptr;
-  return reinterpret_cast<FunctionObject*>(function)->state;
-}
-
-PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
-                                const std::vector<PyObject*>& modules) {
-  try {
-    if (!opens_region(options)) {  // a region around it sees to the modules
-      const ModulesWatched watched(modules);
-      return run_region(options, call);
-    }
-    auto state = std::make_unique<ModuleState>(modules);
-    state->note_members();
-    const CheckpointOptions all = with_modules(options, *state);
-    auto* const object = PyObject_New(FunctionObject, function_type());
-    if (object == nullptr) return nullptr;
-    object->call = function_call;
-    object->function = new_reference(call.function);
-    object->state = state.release();
-    object->has_run = false;
-    const auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
-    return run_region(all, {owned.ptr(), call.arguments, call.num_positional, call.names});
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
-}
-
-namespace {
-
-/// _run_module(options, forward, module, *args, **kwargs)
-PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
-  if (count < 3) {
-    PyErr_SetString(PyExc_TypeError, "_run_module(options, forward, module, *args, **kwargs)");
-    return nullptr;
-  }
-  try {
-    const auto& options = py::handle(arguments[0]).cast<const CheckpointOptions&>();
-    return run_region_of_modules(options, {arguments[1], arguments + 2, count - 2, keywords},
-                                 {arguments[2]});
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
-}
-
-/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the
-/// module.
-PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
-  if (count < 2) {
-    PyErr_SetString(PyExc_TypeError, "_run_watched(forward, module, *args, **kwargs)");
-    return nullptr;
-  }
-  try {
-    const ModulesWatched watched({arguments[1]});
-    return in_python([&] {
-      return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1),
-                                 keywords);
-    });
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
-}
-
-PyMethodDef run_watched_method{
-    "_run_watched", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_watched)),
-    METH_FASTCALL | METH_KEYWORDS, nullptr};
-
-PyMethodDef run_module_method{
-    "_run_module", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_module)),
-    METH_FASTCALL | METH_KEYWORDS, nullptr};
-
-}  // namespace
-
-void add_modules(py::module_& module) {
-  py::class_<CheckpointOptions>(module, "_Options")
-      .def(py::init(torch::wrap_pybind_function(
-          [](const py::dict& options) { return options_in(options); })));
-  module.attr("_run_watched") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_watched_method, nullptr, nullptr));
-  module.attr("_run_module") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_module_method, nullptr, nullptr));
+CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state) {
+  if (state.stand_in() != nullptr) options.modules.push_back(state.stand_in());
+  return options;
 }
 
 }  // namespace remat::python

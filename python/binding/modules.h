@@ -7,7 +7,8 @@
 #include <vector>
 
 #include "members.h"
-#include "region.h"
+#include "remat/binding.h"
+#include "remat/options.h"
 
 namespace torch::nn {
 class Module;
@@ -102,14 +103,5 @@ class ModulesWatched {
  private:
   std::shared_ptr<void> guard_;
 };
-
-/// What errors call the tensors of the modules of a function that `run_region_of_modules` made;
-/// null for others. Without the interpreter's lock.
-const TensorNames* tensor_names_of(PyObject* function);
-
-/// As run_region, with the state of these modules: a new reference, or null with a Python error
-/// set.
-PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
-                                const std::vector<PyObject*>& modules);
 
 }  // namespace remat::python

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device.h"
+#include "fields.h"
 #include "python.h"
 #include "remat/memory.h"
 #include "remat/report.h"
@@ -17,8 +18,7 @@ namespace {
 
 /// A sequence of integers as torch.Size is made by its class.
 py::object size_of(const std::vector<int64_t>& sizes) {
-  static PyObject* const type =
-      py::object(py::module_::import("torch").attr("Size")).release().ptr();
+  static PyObject* const type = imported("torch", "Size");
   return py::handle(type)(py::cast(sizes));
 }
 
@@ -38,151 +38,149 @@ py::list saved_tensors_below(const at::Tensor& root) {
   return all;
 }
 
-}  // namespace
-
-void add_observe(py::module_& module) {
-  py::class_<DecisionReport>(
+void add_decision_report(py::module_& module) {
+  using R = DecisionReport;
+  add_report<R>(
       module, "DecisionReport",
       "What became of calls of one operator in regions with a policy: those with the same outcome,\n"
-      "for the same reason.")
-      .def_readonly("op", &DecisionReport::op, "'aten::mm.default'.")
-      .def_readonly("outcome", &DecisionReport::outcome,
-                    "'kept', 'moved' (kept elsewhere) or 'recomputed'.")
-      .def_readonly("reason", &DecisionReport::reason,
-                    "What the policy answered, or why that could not be.")
-      .def_readonly("calls", &DecisionReport::calls, "In all first runs.")
-      .def_readonly("bytes", &DecisionReport::bytes,
-                    "[bytes] that these calls keep; results that nobody reads have none.");
-  py::class_<RegionReport>(
+      "for the same reason.",
+      {REMAT_FACT(op, "'aten::mm.default'."),
+       REMAT_FACT(outcome, "'kept', 'moved' (kept elsewhere) or 'recomputed'."),
+       REMAT_FACT(reason, "What the policy answered, or why that could not be."),
+       REMAT_FACT(calls, "In all first runs."),
+       REMAT_FACT(bytes, "[bytes] that these calls keep; results that nobody reads have none.")});
+}
+
+void add_region_report(py::module_& module) {
+  using R = RegionReport;
+  add_report<R>(
       module, "RegionReport",
-      "Sums over all regions of one name that began while the recorder recorded.")
-      .def_readonly("name", &RegionReport::name, "Of the regions; '' for those without one.")
-      .def_readonly("calls", &RegionReport::calls, "First runs that returned.")
-      .def_readonly("recomputes", &RegionReport::recomputes, "Begun, also those that failed.")
-      .def_readonly("early_stops", &RegionReport::early_stops, "Recomputes that were cut short.")
-      .def_readonly("bytes_dropped", &RegionReport::bytes_dropped,
-                    "[bytes] that autograd would have kept; a storage once a call.")
-      .def_readonly("bytes_inputs", &RegionReport::bytes_inputs,
-                    "[bytes] of inputs that stayed; none below another region.")
-      .def_readonly("bytes_saved", &RegionReport::bytes_saved, "[bytes] that a policy kept.")
-      .def_readonly("bytes_recompute_peak", &RegionReport::bytes_recompute_peak,
-                    "[bytes], the most that one recompute computed again.")
-      .def_readonly("offloaded", &RegionReport::offloaded,
-                    "Results that a policy moved to the CPU.")
-      .def_readonly("offload_fallbacks", &RegionReport::offload_fallbacks,
-                    "Results that PREFER_CPU_OFFLOAD could not move.")
-      .def_readonly("bytes_offloaded", &RegionReport::bytes_offloaded,
-                    "[bytes] of results that a policy moved to the CPU.")
-      .def_readonly("bytes_inputs_offloaded", &RegionReport::bytes_inputs_offloaded,
-                    "[bytes] of inputs that `offload_inputs` moved.")
-      .def_readonly("offload_loads", &RegionReport::offload_loads,
-                    "How often a recompute brought a moved result back.")
-      .def_readonly("offload_loads_ahead", &RegionReport::offload_loads_ahead,
-                    "Of these, those that were begun before the recompute asked.")
-      .def_readonly("bytes_loaded", &RegionReport::bytes_loaded,
-                    "[bytes] of all that recomputes brought back.")
-      .def_readonly("offload_wait_s", &RegionReport::offload_wait_s,
-                    "[seconds] that threads spent on moving results: queueing, copying, waiting.")
-      .def_readonly("forward_s", &RegionReport::forward_s,
-                    "[seconds] of first runs, regions inside included.")
-      .def_readonly("recompute_s", &RegionReport::recompute_s,
-                    "[seconds] of recomputes, those inside included.")
-      .def_readonly(
-          "device_forward_s", &RegionReport::device_forward_s,
-          "[seconds] of first runs on the streams they were queued on, summed over devices; 0 on the\n"
-          "CPU.")
-      .def_readonly("device_recompute_s", &RegionReport::device_recompute_s,
-                    "[seconds] of recomputes, likewise, from when their inputs were there.")
-      .def_readonly("decisions", &RegionReport::decisions,
-                    "Of its policy, in the order of their first call.");
-  py::class_<DeviceReport>(module, "DeviceReport",
-                           "What a recorder saw of one device of an accelerator.")
-      .def_readonly("device", &DeviceReport::device, "Which one: a torch.device.")
-      .def_readonly("is_exact", &DeviceReport::is_exact,
-                    "Bytes are those asked for; if not, as the allocator rounds them.")
-      .def_readonly("peak_bytes", &DeviceReport::peak_bytes, "[bytes], the most alive at once.")
-      .def_readonly("bytes_out", &DeviceReport::bytes_out,
-                    "[bytes] copied to the host beside the work: offload.")
-      .def_readonly("bytes_in", &DeviceReport::bytes_in, "[bytes] copied back.")
-      .def_readonly("copies_out_s", &DeviceReport::copies_out_s,
-                    "[seconds] on the device of the copies out.")
-      .def_readonly("copies_in_s", &DeviceReport::copies_in_s,
-                    "[seconds] on the device of the copies back.")
-      .def_readonly("waited_s", &DeviceReport::waited_s,
-                    "[seconds] that streams stood still since a copy back was not there.");
-  py::class_<FileReport>(module, "FileReport",
-                         "What a recorder saw of the files of offload and tiers.")
-      .def_readonly("bytes_written", &FileReport::bytes_written, "[bytes] moved to files.")
-      .def_readonly("bytes_read", &FileReport::bytes_read, "[bytes] brought back.")
-      .def_readonly("write_s", &FileReport::write_s, "[seconds] of writing, on any thread.")
-      .def_readonly("read_s", &FileReport::read_s, "[seconds] of reading, on any thread.")
-      .def_readonly("waits", &FileReport::waits,
-                    "How often a thread of the program's read, wrote or waited itself.")
-      .def_readonly("waited_s", &FileReport::waited_s,
-                    "[seconds] of that: what was not done beside the program.");
-  py::class_<MoveReport>(
+      "Sums over all regions of one name that began while the recorder recorded.",
+      {REMAT_FACT(name, "Of the regions; '' for those without one."),
+       REMAT_FACT(calls, "First runs that returned."),
+       REMAT_FACT(recomputes, "Begun, also those that failed."),
+       REMAT_FACT(early_stops, "Recomputes that were cut short."),
+       REMAT_FACT(bytes_dropped, "[bytes] that autograd would have kept; a storage once a call."),
+       REMAT_FACT(bytes_inputs, "[bytes] of inputs that stayed; none below another region."),
+       REMAT_FACT(bytes_saved, "[bytes] that a policy kept."),
+       REMAT_FACT(bytes_recompute_peak, "[bytes], the most that one recompute computed again."),
+       REMAT_FACT(offloaded, "Results that a policy moved to the CPU."),
+       REMAT_FACT(offload_fallbacks, "Results that PREFER_CPU_OFFLOAD could not move."),
+       REMAT_FACT(bytes_offloaded, "[bytes] of results that a policy moved to the CPU."),
+       REMAT_FACT(bytes_inputs_offloaded, "[bytes] of inputs that `offload_inputs` moved."),
+       REMAT_FACT(offload_loads, "How often a recompute brought a moved result back."),
+       REMAT_FACT(offload_loads_ahead,
+                  "Of these, those that were begun before the recompute asked."),
+       REMAT_FACT(bytes_loaded, "[bytes] of all that recomputes brought back."),
+       REMAT_FACT(offload_wait_s,
+                  "[seconds] that threads spent on moving results: queueing, copying, waiting."),
+       REMAT_FACT(forward_s, "[seconds] of first runs, regions inside included."),
+       REMAT_FACT(recompute_s, "[seconds] of recomputes, those inside included."),
+       REMAT_FACT(
+           device_forward_s,
+           "[seconds] of first runs on the streams they were queued on, summed over devices; 0 on the\n"
+           "CPU."),
+       REMAT_FACT(device_recompute_s,
+                  "[seconds] of recomputes, likewise, from when their inputs were there."),
+       REMAT_FACT(decisions, "Of its policy, in the order of their first call.")});
+}
+
+void add_device_report(py::module_& module) {
+  using R = DeviceReport;
+  add_report<R>(
+      module, "DeviceReport", "What a recorder saw of one device of an accelerator.",
+      {REMAT_FACT(device, "Which one: a torch.device."),
+       REMAT_FACT(is_exact, "Bytes are those asked for; if not, as the allocator rounds them."),
+       REMAT_FACT(peak_bytes, "[bytes], the most alive at once."),
+       REMAT_FACT(bytes_out, "[bytes] copied to the host beside the work: offload."),
+       REMAT_FACT(bytes_in, "[bytes] copied back."),
+       REMAT_FACT(copies_out_s, "[seconds] on the device of the copies out."),
+       REMAT_FACT(copies_in_s, "[seconds] on the device of the copies back."),
+       REMAT_FACT(waited_s,
+                  "[seconds] that streams stood still since a copy back was not there.")});
+}
+
+void add_file_report(py::module_& module) {
+  using R = FileReport;
+  add_report<R>(
+      module, "FileReport", "What a recorder saw of the files of offload and tiers.",
+      {REMAT_FACT(bytes_written, "[bytes] moved to files."),
+       REMAT_FACT(bytes_read, "[bytes] brought back."),
+       REMAT_FACT(write_s, "[seconds] of writing, on any thread."),
+       REMAT_FACT(read_s, "[seconds] of reading, on any thread."),
+       REMAT_FACT(waits, "How often a thread of the program's read, wrote or waited itself."),
+       REMAT_FACT(waited_s, "[seconds] of that: what was not done beside the program.")});
+}
+
+void add_move_report(py::module_& module) {
+  using R = MoveReport;
+  add_report<R>(
       module, "MoveReport",
-      "What the items of plans that have one name moved: stages, or regions with their name.")
-      .def_readonly("name", &MoveReport::name, "'stage 2', 'stages 3 to 5'.")
-      .def_readonly("moves", &MoveReport::moves, "Copies to where it waits.")
-      .def_readonly("bytes_moved", &MoveReport::bytes_moved, "[bytes] of these.")
-      .def_readonly("loads", &MoveReport::loads, "Copies back that backward asked for.")
-      .def_readonly("loads_ahead", &MoveReport::loads_ahead,
-                    "Of these, those that were begun before that.")
-      .def_readonly("bytes_loaded", &MoveReport::bytes_loaded, "[bytes] of `loads`.")
-      .def_readonly(
-          "wait_s", &MoveReport::wait_s,
-          "[seconds] that threads of the program spent on both: queueing, copying, waiting.");
-  py::class_<EvictionReport>(
+      "What the items of plans that have one name moved: stages, or regions with their name.",
+      {REMAT_FACT(name, "'stage 2', 'stages 3 to 5'."),
+       REMAT_FACT(moves, "Copies to where it waits."), REMAT_FACT(bytes_moved, "[bytes] of these."),
+       REMAT_FACT(loads, "Copies back that backward asked for."),
+       REMAT_FACT(loads_ahead, "Of these, those that were begun before that."),
+       REMAT_FACT(bytes_loaded, "[bytes] of `loads`."),
+       REMAT_FACT(
+           wait_s,
+           "[seconds] that threads of the program spent on both: queueing, copying, waiting.")});
+}
+
+void add_eviction_report(py::module_& module) {
+  using R = EvictionReport;
+  add_report<R>(
       module, "EvictionReport",
-      "Results of one operator that byte budgets dropped, and its calls that ran again.")
-      .def_readonly("op", &EvictionReport::op, "'aten::mm.default'.")
-      .def_readonly("evictions", &EvictionReport::evictions, "Results dropped.")
-      .def_readonly("bytes_evicted", &EvictionReport::bytes_evicted, "[bytes] of these.")
-      .def_readonly("reruns", &EvictionReport::reruns, "Calls that ran again.")
-      .def_readonly("bytes_rerun", &EvictionReport::bytes_rerun,
-                    "[bytes] of the results made again.")
-      .def_readonly("rerun_s", &EvictionReport::rerun_s, "[seconds] of these calls.")
-      .def_readonly("moves", &EvictionReport::moves, "Results moved away instead of dropped.")
-      .def_readonly("bytes_moved", &EvictionReport::bytes_moved, "[bytes] of these.");
-  using Held = FailedAllocation::Held;
-  py::class_<Held>(module, "HeldBytes",
-                   "What regions of one name held when an allocation did not fit.")
-      .def_readonly("region", &Held::region, "The name; '' for regions without one.")
-      .def_readonly("regions", &Held::regions, "How many.")
-      .def_readonly("inputs_bytes", &Held::inputs_bytes,
-                    "[bytes] of inputs that stayed; a storage once.")
-      .def_readonly("saved_bytes", &Held::saved_bytes, "[bytes] that a policy kept.")
-      .def_readonly("recomputed_bytes", &Held::recomputed_bytes,
-                    "[bytes] recomputed and not yet handed over.");
-  py::class_<FailedAllocation>(
+      "Results of one operator that byte budgets dropped, and its calls that ran again.",
+      {REMAT_FACT(op, "'aten::mm.default'."), REMAT_FACT(evictions, "Results dropped."),
+       REMAT_FACT(bytes_evicted, "[bytes] of these."), REMAT_FACT(reruns, "Calls that ran again."),
+       REMAT_FACT(bytes_rerun, "[bytes] of the results made again."),
+       REMAT_FACT(rerun_s, "[seconds] of these calls."),
+       REMAT_FACT(moves, "Results moved away instead of dropped."),
+       REMAT_FACT(bytes_moved, "[bytes] of these.")});
+}
+
+void add_held_bytes(py::module_& module) {
+  using R = FailedAllocation::Held;
+  add_report<R>(module, "HeldBytes",
+                "What regions of one name held when an allocation did not fit.",
+                {REMAT_FACT(region, "The name; '' for regions without one."),
+                 REMAT_FACT(regions, "How many."),
+                 REMAT_FACT(inputs_bytes, "[bytes] of inputs that stayed; a storage once."),
+                 REMAT_FACT(saved_bytes, "[bytes] that a policy kept."),
+                 REMAT_FACT(recomputed_bytes, "[bytes] recomputed and not yet handed over.")});
+}
+
+void add_failed_allocation(py::module_& module) {
+  using R = FailedAllocation;
+  add_report<R>(
       module, "FailedAllocation",
-      "What was alive when an allocation did not fit: on an accelerator, or under `memory_limit`.")
-      .def_readonly("device", &FailedAllocation::device, "Where it did not fit: a torch.device.")
-      .def_readonly("asked_bytes", &FailedAllocation::asked_bytes,
-                    "[bytes] asked for; -1: the device's allocator does not tell.")
-      .def_readonly("live_bytes", &FailedAllocation::live_bytes, "[bytes] of all tensors there.")
-      .def_readonly("parameters_bytes", &FailedAllocation::parameters_bytes,
-                    "[bytes] of parameters that regions use.")
-      .def_readonly("held", &FailedAllocation::held, "By region; what held most first.");
-  py::class_<Report>(module, "Report",
-                     "What a recorder counted, by region name; `str` makes a table of it.")
-      .def_readonly("regions", &Report::regions, "In the order of their first call.")
-      .def_readonly("dropped_events", &Report::dropped_events,
-                    "That `max_events` left no room for; sums count them.")
-      .def_readonly("devices", &Report::devices, "Of accelerators that were in use.")
-      .def_readonly("failed_allocations", &Report::failed_allocations,
-                    "The first that failed, 16 at most.")
-      .def_readonly("files", &Report::files, "All 0 where nothing went to a file.")
-      .def_readonly("moves", &Report::moves,
-                    "Of plans that moved something, in the order of their first move.")
-      .def_readonly(
-          "evictions", &Report::evictions,
-          "By operator, under budgets; the one that took the most seconds to run again is "
-          "first.")
+      "What was alive when an allocation did not fit: on an accelerator, or under `memory_limit`.",
+      {REMAT_FACT(device, "Where it did not fit: a torch.device."),
+       REMAT_FACT(asked_bytes, "[bytes] asked for; -1: the device's allocator does not tell."),
+       REMAT_FACT(live_bytes, "[bytes] of all tensors there."),
+       REMAT_FACT(parameters_bytes, "[bytes] of parameters that regions use."),
+       REMAT_FACT(held, "By region; what held most first.")});
+}
+
+void add_sums(py::module_& module) {
+  using R = Report;
+  add_report<R>(
+      module, "Report", "What a recorder counted, by region name; `str` makes a table of it.",
+      {REMAT_FACT(regions, "In the order of their first call."),
+       REMAT_FACT(dropped_events, "That `max_events` left no room for; sums count them."),
+       REMAT_FACT(devices, "Of accelerators that were in use."),
+       REMAT_FACT(failed_allocations, "The first that failed, 16 at most."),
+       REMAT_FACT(files, "All 0 where nothing went to a file."),
+       REMAT_FACT(moves, "Of plans that moved something, in the order of their first move."),
+       REMAT_FACT(evictions,
+                  "By operator, under budgets; the one that took the most seconds to run again is "
+                  "first.")})
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
+}
 
+void add_recorder(py::module_& module) {
   const auto unlocked = py::call_guard<Unlocked>();
   py::class_<Recorder>(module, "_Recorder")
       .def(py::init([](bool memory, bool operators, int64_t max_events, bool device_time) {
@@ -206,8 +204,9 @@ void add_observe(py::module_& module) {
       .def(
           "write_html",
           [](const Recorder& self, const std::string& path) { self.write_html(path); }, unlocked);
-  module.def("_saved_tensors", torch::wrap_pybind_function(saved_tensors_below));
+}
 
+void add_meter(py::module_& module) {
   py::class_<MemoryMeter>(
       module, "MemoryMeter",
       "MemoryMeter(device=None): counts the bytes that torch's allocator of the CPU, or of another device, has\n"
@@ -217,13 +216,12 @@ void add_observe(py::module_& module) {
       "memory. An accelerator: what its allocator says of all the process's tensors there, whenever they were\n"
       "made; starting a peak resets the one that `torch.cuda.max_memory_allocated` reads. Threads: any.\n"
       "Raises CheckpointError (UNSUPPORTED) for a device whose allocator does not tell.")
-      .def(py::init([](const py::object& device) {
+      .def(py::init(wrapped([](const py::object& device) {
+             checked("remat.MemoryMeter", "device", "Union[torch.device, str, int, None]", device);
              const c10::Device counted = device_in(device);
-             return with_package_errors([&] {
-               return counted.is_cpu() ? std::make_unique<MemoryMeter>()
-                                       : std::make_unique<MemoryMeter>(counted);
-             });
-           }),
+             return counted.is_cpu() ? std::make_unique<MemoryMeter>()
+                                     : std::make_unique<MemoryMeter>(counted);
+           })),
            py::arg("device") = py::none())
       .def_property_readonly("device", &MemoryMeter::device, "What is counted: a torch.device.")
       .def_property_readonly("is_exact", &MemoryMeter::is_exact,
@@ -234,10 +232,25 @@ void add_observe(py::module_& module) {
           "peak_bytes", &MemoryMeter::peak_bytes,
           "[bytes], the most at one moment since the meter was made or `reset_peak`.")
       .def("reset_peak", &MemoryMeter::reset_peak, "Starts a new peak at the present live bytes.");
-  module.def("_free_bytes", torch::wrap_pybind_function([](const py::object& device) {
-               const c10::Device asked = device_in(device);
-               return with_package_errors([&] { return free_bytes(asked); });
-             }));
+}
+
+}  // namespace
+
+void add_observe(py::module_& module) {
+  add_decision_report(module);
+  add_region_report(module);
+  add_device_report(module);
+  add_file_report(module);
+  add_move_report(module);
+  add_eviction_report(module);
+  add_held_bytes(module);
+  add_failed_allocation(module);
+  add_sums(module);
+  add_recorder(module);
+  add_meter(module);
+  module.def("_saved_tensors", wrapped(saved_tensors_below));
+  module.def("_free_bytes",
+             wrapped([](const py::object& device) { return free_bytes(device_in(device)); }));
 }
 
 }  // namespace remat::python

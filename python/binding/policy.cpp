@@ -7,13 +7,13 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <memory>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "python.h"
-#include "region.h"
+#include "containers.h"
+#include "fields.h"
 
 namespace remat::python {
 
@@ -77,10 +77,7 @@ CheckpointPolicy answer_in(const py::object& answer, py::handle function,
                            const PolicyContext& context) {
   if (PyBool_Check(answer.ptr()))
     return answer.ptr() == Py_True ? CheckpointPolicy::MustSave : CheckpointPolicy::PreferRecompute;
-  static PyObject* const type =
-      py::object(py::module_::import("torch.utils.checkpoint").attr("CheckpointPolicy"))
-          .release()
-          .ptr();
+  static PyObject* const type = imported("torch.utils.checkpoint", "CheckpointPolicy");
   if (reinterpret_cast<PyObject*>(Py_TYPE(answer.ptr())) == type)
     return static_cast<CheckpointPolicy>(py::int_(answer.attr("value")).cast<int>());
   const std::string asked(context.op_name);
@@ -97,39 +94,45 @@ CheckpointPolicy answer_in(const py::object& answer, py::handle function,
 }
 
 /// Asks a function of the program about a call.
-PolicyFn asks(PyObject* function) {
-  Py_INCREF(function);
-  const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
-  return [kept](const PolicyContext& context) {
-    const Locked locked(Locked::AtEnd::Wait);
-    try {
+PolicyFn asks(py::handle function) {
+  return [kept = shared(function)](const PolicyContext& context) {
+    return call_locked([&] {
       const py::object question = py::cast(Question(context));
       struct Ended {
         ~Ended() { question.cast<Question&>().end(); }
         const py::object& question;
       } const ended{question};
       return answer_in(call_python(kept.get(), question), kept.get(), context);
-    } catch (py::error_already_set& error) {
-      error.restore();
-    } catch (py::builtin_exception& error) {
-      error.set_error();
-    }
-    throw_persisted();
+    });
   };
 }
 
-/// The options of a policy, in their order in SelectiveOptions.
-using OptionsTuple = std::tuple<bool, bool, bool, int64_t, int64_t, int64_t, int64_t>;
+SelectiveOptions selective_in(const py::dict& options) {
+  using Options = SelectiveOptions;
+  static const std::vector<Option<Options>> all{REMAT_MEMBER(Options, allow_cache_entry_mutation),
+                                                REMAT_MEMBER(Options, save_through_hooks),
+                                                REMAT_MEMBER(Options, ask_again),
+                                                REMAT_MEMBER(Options, min_offload_bytes),
+                                                REMAT_MEMBER(Options, prefetch_depth),
+                                                REMAT_MEMBER(Options, max_bytes_in_flight),
+                                                REMAT_MEMBER(Options, keep_last)};
+  return options_of(options, all);
+}
 
-SelectiveOptions options_in(const OptionsTuple& options) {
-  const auto& [mutation, hooks, again, min_offload, prefetch_depth, in_flight, keep_last] = options;
-  return {.allow_cache_entry_mutation = mutation,
-          .save_through_hooks = hooks,
-          .ask_again = again,
-          .min_offload_bytes = min_offload,
-          .prefetch_depth = prefetch_depth,
-          .max_bytes_in_flight = in_flight,
-          .keep_last = keep_last};
+/// The policy that a function of remat/_policy.py makes.
+Policy policy_of(const std::string& function, const py::tuple& given, const py::dict& options) {
+  if (function == "_either") return given[0].cast<Policy>() | given[1].cast<Policy>();
+  const SelectiveOptions all = selective_in(options);
+  if (function == "Policy") return Policy(asks(given[0]), all);
+  if (function == "save_matmuls") return save_matmuls(all);
+  using Names = std::vector<std::string>;
+  static const std::map<std::string, Policy (*)(Names, SelectiveOptions)> listed{
+      {"save_ops", save_ops},
+      {"offload_ops", offload_ops},
+      {"save_names", save_names},
+      {"save_all_but_names", save_all_but_names},
+      {"offload_names", offload_names}};
+  return listed.at(function)(value_in<Names>(given[0], "names"), all);
 }
 
 /// The tensor that a function of the package was given. Throws py::error_already_set.
@@ -181,35 +184,8 @@ void add_policy(py::module_& module) {
       .def("_call_of", [](const Question& self) {
         return call_of(self.context().op.schema(), self.context().args);
       });
-  py::class_<Policy>(module, "Policy",
-                     "What of a region is kept instead of recomputed. Immutable; any thread.")
-      .def(py::init([](const py::function& function, const OptionsTuple& options) {
-             return Policy(asks(function.ptr()), options_in(options));
-           }),
-           py::arg("function"), py::arg("options"))
-      .def("__or__", [](const Policy& self, const Policy& other) { return self | other; });
-
-  using Names = std::vector<std::string>;
-  const auto def_listed = [&module]<class Make>(const char* name, Make make) {
-    module.def(name, torch::wrap_pybind_function([make](Names listed, const OptionsTuple& options) {
-                 return make(std::move(listed), options_in(options));
-               }));
-  };
-  def_listed("_save_ops",
-             [](Names all, SelectiveOptions o) { return save_ops(std::move(all), o); });
-  def_listed("_offload_ops",
-             [](Names all, SelectiveOptions o) { return offload_ops(std::move(all), o); });
-  def_listed("_save_names",
-             [](Names all, SelectiveOptions o) { return save_names(std::move(all), o); });
-  def_listed("_save_all_but_names",
-             [](Names all, SelectiveOptions o) { return save_all_but_names(std::move(all), o); });
-  def_listed("_offload_names",
-             [](Names all, SelectiveOptions o) { return offload_names(std::move(all), o); });
-  module.def("_save_matmuls", torch::wrap_pybind_function([](const OptionsTuple& options) {
-               return save_matmuls(options_in(options));
-             }));
-  module.def("checkpoint_name",
-             torch::wrap_pybind_function([](const py::object& x, const py::object& name) {
+  py::class_<Policy>(module, "_Policy").def(py::init(wrapped(policy_of)));
+  module.def("checkpoint_name", wrapped([](const py::object& x, const py::object& name) {
                const at::Tensor& tensor = named_tensor(x, "checkpoint_name");
                if (PyUnicode_Check(name.ptr()) == 0) {
                  PyErr_Format(PyExc_TypeError,
@@ -218,8 +194,7 @@ void add_policy(py::module_& module) {
                }
                return checkpoint_name(tensor, name.cast<std::string>());
              }));
-  module.def("pin", torch::wrap_pybind_function(
-                        [](const py::object& x) { return pin(named_tensor(x, "pin")); }));
+  module.def("pin", wrapped([](const py::object& x) { return pin(named_tensor(x, "pin")); }));
 }
 
 }  // namespace remat::python

@@ -107,13 +107,27 @@ Locked::~Locked() {
 void drop(PyObject* const* objects, std::size_t count) noexcept {
   const Locked locked(Locked::AtEnd::GiveUp);
   if (!locked) return;
-  // What dies may run code, in the middle of an exception's way.
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
+  const ErrorAside aside;  // what dies may run code, in the middle of an exception's way
   in_python([&] {
     for (std::size_t i = 0; i < count; ++i) Py_XDECREF(objects[i]);
   });
-  PyErr_Restore(type, value, traceback);
+}
+
+std::shared_ptr<PyObject> shared(py::handle object) {
+  return {object.inc_ref().ptr(), [](PyObject* last) { drop(&last, 1); }};
+}
+
+PyObject* imported(const char* module, const char* name) {
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
+}
+
+void add_function(py::module_& module, const char* name, Vectorcall function, const char* text) {
+  auto* const method =
+      new PyMethodDef{// as long as the process
+                      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                      METH_FASTCALL | METH_KEYWORDS, text};
+  module.attr(name) =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(method, nullptr, nullptr));
 }
 
 PyObject* make_error(const CheckpointError& error) {
@@ -158,6 +172,24 @@ __attribute__((no_sanitize("null"))) void set_error_in_flight() noexcept {
   }
 }
 
+void improve_error(PyObject* better_of, PyObject* argument) {
+  if (better_of == nullptr) return;  // while the package is imported
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* const better = in_python([&] {
+    return argument == nullptr ? PyObject_CallOneArg(better_of, value)
+                               : PyObject_CallFunctionObjArgs(better_of, argument, value, nullptr);
+  });
+  if (better == value) {
+    PyErr_Restore(type, value, traceback);
+  } else {  // null: a signal's exception is set
+    if (better != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(better)), better);
+    for (PyObject* each : {type, value, traceback}) Py_XDECREF(each);
+  }
+  Py_XDECREF(better);
+}
+
 void throw_persisted() { throw_arriving(/*always=*/false); }
 
 void add_process(py::module_& module) {
@@ -170,29 +202,27 @@ void add_process(py::module_& module) {
       set_error(found);
     } catch (const c10::Error&) {
       torch::translate_exception_to_python(error);
+      improve_error(names().said_in_python);
     }
   });
   static LetGo let_go;
   set_wait_callbacks(&let_go);
   module.def("_interpreter_ends", interpreter_ends);
-  module.def("_set_names", [](py::object make_error, py::object run_in, py::object device_context) {
-    names().make_error = make_error.release().ptr();
-    names().run_in = run_in.release().ptr();
-    names().device_context = device_context.release().ptr();
-  });
-  module.def("_set_dispatch_mode", [](py::object mode) {
-    names().dispatch_mode = mode.release().ptr();
-    set_dispatch_mode(names().dispatch_mode, getPyInterpreter());
+  module.def("_set_names", [](const py::kwargs& all) {
+    take_names(names(), all,
+               {REMAT_MEMBER(Names, stop), REMAT_MEMBER(Names, stop_trials),
+                REMAT_MEMBER(Names, dispatch_mode), REMAT_MEMBER(Names, make_error),
+                REMAT_MEMBER(Names, make_budget_error), REMAT_MEMBER(Names, said_in_python),
+                REMAT_MEMBER(Names, check), REMAT_MEMBER(Names, run_in),
+                REMAT_MEMBER(Names, device_context), REMAT_MEMBER(Names, decorator),
+                REMAT_MEMBER(Names, refuse_function), REMAT_MEMBER(Names, unbound),
+                REMAT_MEMBER(Names, free_hooks), REMAT_MEMBER(Names, engine_run_backward)});
+    if (all.contains("dispatch_mode")) set_dispatch_mode(names().dispatch_mode, getPyInterpreter());
   });
   module.def("_set_words", [](std::vector<std::pair<std::string, std::string>> words) {
     set_warning_words(nullptr);
     python_words() = std::move(words);
     set_warning_words(in_python_words);
-  });
-  module.def("_set_decorator", [](py::object make, py::object refuse_function, py::object unbound) {
-    names().decorator = make.release().ptr();
-    names().refuse_function = refuse_function.release().ptr();
-    names().unbound = unbound.release().ptr();
   });
 }
 

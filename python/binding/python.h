@@ -6,9 +6,15 @@
 #include <torch/csrc/python_headers.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <c10/util/Metaprogramming.h>
+
 #include <cxxabi.h>
 
 #include <exception>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "remat/error.h"
@@ -18,21 +24,55 @@ namespace remat::python {
 /// A strong reference that only threads which hold the interpreter's lock touch.
 using Object = py::object;
 
-/// What the pure Python part of the package tells the extension once, at import.
+/// What the pure Python part of the package tells the extension once, at import. Never freed: the
+/// process may end while regions are alive.
 struct Names {
-  PyObject* stop = nullptr;             ///< the class that ends a recompute, an exception
-  PyObject* stop_trials = nullptr;      ///< a tuple of functions that call their argument
-  PyObject* dispatch_mode = nullptr;    ///< what stands for the library among dispatch modes
-  PyObject* make_error = nullptr;       ///< makes a CheckpointError of what it knows
+  PyObject* stop = nullptr;           ///< the class that ends a recompute, an exception
+  PyObject* stop_trials = nullptr;    ///< a tuple of functions that call their argument
+  PyObject* dispatch_mode = nullptr;  ///< stands for the library among dispatch modes
+  PyObject* make_error = nullptr;     ///< makes a CheckpointError of what it knows
+  PyObject* make_budget_error = nullptr;
+  PyObject* said_in_python = nullptr;   ///< an error, or the same in Python's words
+  PyObject* check = nullptr;            ///< the validator of arguments: remat/_arguments.py
   PyObject* run_in = nullptr;           ///< runs a function inside context managers
   PyObject* device_context = nullptr;   ///< finds the `torch.device` that is a context now, or None
   PyObject* decorator = nullptr;        ///< makes a decorator of options
   PyObject* refuse_function = nullptr;  ///< raises for what is no function
   PyObject* unbound = nullptr;  ///< the error for a function that was called without its arguments
-  PyObject* free_hooks = nullptr;  ///< frees what hooks of a recompute hold
+  PyObject* free_hooks = nullptr;           ///< frees what hooks of a recompute hold
+  PyObject* engine_run_backward = nullptr;  ///< of torch's engine
 };
-/// Never freed: the process may end while regions are alive.
 Names& names();
+
+/// A member of a struct, and its name in Python.
+#define REMAT_MEMBER(T, member) {#member, &T::member}
+
+/// Takes each entry of `given` that has one of these names, for good.
+template <class T>
+void take_names(T& all, const py::dict& given,
+                std::initializer_list<std::pair<const char*, PyObject * T::*>> members) {
+  for (const auto& [name, member] : members)
+    if (given.contains(name)) all.*member = py::object(given[name]).release().ptr();
+}
+
+inline PyObject* new_reference(PyObject* object) {
+  Py_XINCREF(object);
+  return object;
+}
+/// Returns an object of a module of Python, as a new reference.
+PyObject* imported(const char* module, const char* name);
+
+/// Keeps the Python error that is set out of the way while this is alive.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ~ErrorAside() { PyErr_Restore(type_, value_, traceback_); }
+  ErrorAside(const ErrorAside&) = delete;
+  ErrorAside& operator=(const ErrorAside&) = delete;
+
+ private:
+  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
 
 /// Sets the Python error that `error` is. The interpreter's lock is held.
 void set_error(const CheckpointError& error);
@@ -41,6 +81,9 @@ PyObject* make_error(const CheckpointError& error);
 /// Sets the Python error that the exception in flight is. To be called in a handler, with the lock
 /// held.
 void set_error_in_flight() noexcept;
+/// Puts the error in the place of the one that is set, if `better_of(arguments..., error)` returns
+/// another one.
+void improve_error(PyObject* better_of, PyObject* argument = nullptr);
 /// Throws the Python error that is set, so that it may cross threads.
 [[noreturn]] void throw_persisted();
 
@@ -81,6 +124,68 @@ py::object call_python(py::handle function, Arguments&&... arguments) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+/// Returns what `action` returns, a reference; null with a Python error set if it throws.
+template <class Action>
+PyObject* returned(Action&& action) {
+  try {
+    return action();
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+/// Returns what `action` returns, a reference or a flag; null or false with a Python error set.
+/// Warnings of the library go to Python.
+template <class Action>
+auto guarded(Action&& action) -> decltype(action()) {
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      if (auto result = action()) return result;
+      warnings.set_in_exception();
+    } catch (...) {
+      warnings.set_in_exception();
+      set_error_in_flight();
+    }
+  } catch (...) {
+    set_error_in_flight();
+  }
+  return {};
+}
+
+template <class Function, class Result, class... Arguments>
+auto wrapped_as(Function function, std::type_identity<Result(Arguments...)>) {
+  return [function](Arguments... arguments) -> Result {
+    try {
+      torch::PyWarningHandler warnings;
+      try {
+        return function(std::forward<Arguments>(arguments)...);
+      } catch (...) {
+        warnings.set_in_exception();
+        set_error_in_flight();
+      }
+    } catch (...) {
+      set_error_in_flight();
+    }
+    improve_error(names().said_in_python);
+    throw py::error_already_set();
+  };
+}
+/// A function for the module: errors of the library arrive as the package's, in Python's words.
+template <class Function>
+auto wrapped(Function function) {
+  using Type = typename c10::guts::infer_function_traits_t<Function>::func_type;
+  return wrapped_as(std::move(function), std::type_identity<Type>());
+}
+
+/// The value as the package's validator reads it: see remat/_arguments.py. Throws
+/// py::error_already_set for one that is not what the annotation says.
+inline py::object checked(const char* user, const char* name, const char* annotation,
+                          py::handle value) {
+  return call_python(names().check, user, name, annotation, value);
+}
+
 /// The interpreter's lock is let go of while this is alive. See Note [The end of the process].
 class Unlocked {
  public:
@@ -115,21 +220,40 @@ class Locked {
 
 /// Drops references on any thread.
 void drop(PyObject* const* objects, std::size_t count) noexcept;
+/// A reference that dies on any thread.
+std::shared_ptr<PyObject> shared(py::handle object);
+
+/// Calls with the lock, on any thread; a Python error crosses threads.
+template <class Action>
+auto call_locked(Action&& action) {
+  const Locked locked(Locked::AtEnd::Wait);
+  try {
+    return action();
+  } catch (...) {
+    set_error_in_flight();
+  }
+  throw_persisted();
+}
+
+using Vectorcall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+/// Adds a function that is called without a tuple and a dictionary of its arguments.
+void add_function(py::module_& module, const char* name, Vectorcall function,
+                  const char* text = nullptr);
 
 /// Lets regions see Python's hooks.
 void add_hook_tables();  // hook_tables.cpp
 /// Adds what a source defines to the module. They throw py::error_already_set.
 void add_process(py::module_& module);      // process.cpp
-void add_region(py::module_& module);       // region.cpp
-void add_stop(py::module_& module);         // stop.cpp
+void add_checkpoint(py::module_& module);   // checkpoint.cpp
+void add_stop();                            // stop.cpp
 void add_hook_cycles(py::module_& module);  // hook_cycles.cpp
 void add_drop_in(py::module_& module);      // drop_in.cpp
 void add_backward(py::module_& module);     // backward.cpp
 void add_policy(py::module_& module);       // policy.cpp
-void add_modules(py::module_& module);      // modules.cpp
 void add_save_region(py::module_& module);  // save_region.cpp
 void add_guards(py::module_& module);       // guards.cpp
 void add_observe(py::module_& module);      // observe.cpp
 void add_plan(py::module_& module);         // plan.cpp
+void add_budget(py::module_& module);       // budget.cpp
 
 }  // namespace remat::python

@@ -9,8 +9,11 @@
 #include <vector>
 
 #include "closures.h"
+#include "containers.h"
+#include "modules.h"
 #include "python.h"
 #include "remat/binding.h"
+#include "remat/options.h"
 #include "stop.h"
 
 namespace remat::python {
@@ -23,10 +26,14 @@ struct Call {
   PyObject* names;
   Py_ssize_t num_named() const { return names == nullptr ? 0 : PyTuple_GET_SIZE(names); }
   Py_ssize_t size() const { return num_positional + num_named(); }
+  /// The result as a new reference; null with a Python error set.
+  PyObject* run() const {
+    return in_python([&] {
+      return PyObject_Vectorcall(function, arguments, static_cast<std::size_t>(num_positional),
+                                 names);
+    });
+  }
 };
-
-/// The tensor that `object` is, or null.
-const at::Tensor* tensor_in(PyObject* object);
 
 /// Which arguments are inputs of a region. Other tensors are kept as they are, with their history.
 enum class InputArguments { Positional, All };
@@ -68,13 +75,15 @@ class Body final : public RegionBody {
   bool stop_soon() override { return Rerun::stop_soon(this); }
   bool stop_at_region() override { return Rerun::set_stop(), true; }
   [[noreturn]] void raise(CheckpointError error) override;
-  const TensorNames* tensor_names() const override;
+  const TensorNames* tensor_names() const override { return modules_.get(); }
 
   /// What recomputes run in, a context manager; and what is called with an error about the region,
   /// to raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
   /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
   void keep(std::unique_ptr<Closures> closures);
+  /// Recomputes find the modules as they were.
+  void keep(std::unique_ptr<ModuleState> modules) { modules_ = std::move(modules); }
 
  private:
   /// The class and the attributes of an argument that is no plain tensor.
@@ -105,20 +114,14 @@ class Body final : public RegionBody {
   uint32_t num_arguments_;
   HeldTensors inputs_;  // until the library takes them
   std::unique_ptr<Rare> rare_;
-  std::unique_ptr<Closures> closures_;  // null for none
+  std::unique_ptr<Closures> closures_;    // null for none
+  std::unique_ptr<ModuleState> modules_;  // null for none
 };
 
-/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries,
-/// and in the attributes of data classes.
-void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
-
-/// Options by the names of the keyword arguments of `checkpoint`; `modules` may be among them, or
-/// not, and are not in what is returned. Throws python_error or py::error_already_set for others.
-CheckpointOptions options_in(const py::dict& named, bool has_modules = false);
-
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error
-/// set.
-PyObject* run_region(const CheckpointOptions& options, const Call& call);
+/// set. With the state of these modules, if there are some: recomputes find it as it was.
+PyObject* run_region(const CheckpointOptions& options, const Call& call,
+                     const std::vector<PyObject*>& modules = {});
 
 /// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do
 /// the same.

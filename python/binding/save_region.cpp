@@ -29,12 +29,8 @@ struct Emptied {
   Emptied& operator=(const Emptied&) = delete;
 };
 
-PyObject* tree_function(const char* name) {
-  return py::object(py::module_::import("torch.utils._pytree").attr(name)).release().ptr();
-}
-
 std::shared_ptr<Emptied> emptied_of(py::handle result) {
-  static PyObject* const flatten = tree_function("tree_flatten");
+  static PyObject* const flatten = imported("torch.utils._pytree", "tree_flatten");
   auto emptied = std::make_shared<Emptied>();
   const py::tuple flat = py::handle(flatten)(result);
   emptied->structure = py::object(flat[1]).release().ptr();
@@ -47,7 +43,7 @@ std::shared_ptr<Emptied> emptied_of(py::handle result) {
 }
 
 py::object filled(const Emptied& emptied, std::vector<at::Tensor> tensors) {
-  static PyObject* const unflatten = tree_function("tree_unflatten");
+  static PyObject* const unflatten = imported("torch.utils._pytree", "tree_unflatten");
   py::list leaves;
   std::size_t next = 0;
   for (PyObject* leaf : emptied.leaves)
@@ -69,39 +65,23 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
     return nullptr;
   }
   const Call call{arguments[0], arguments + 1, count - 1, keywords};
-  try {
-    torch::PyWarningHandler warnings;
-    try {
-      detail::SavedRegion region(typeid(Emptied), [&](TensorVisitor visitor) {
-        for (Py_ssize_t i = 0; i < call.size(); ++i) visit_tensors(call.arguments[i], visitor);
-      });
-      if (region.is_kept())
-        return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors())
-            .release()
-            .ptr();
-      py::object result = py::reinterpret_steal<py::object>(in_python([&] {
-        return PyObject_Vectorcall(call.function, call.arguments,
-                                   static_cast<std::size_t>(call.num_positional), call.names);
-      }));
-      if (!result) {
-        warnings.set_in_exception();
-        return nullptr;
-      }
-      const std::shared_ptr<Emptied> emptied = emptied_of(result);
-      region.keep(emptied, [&](TensorVisitor visitor) {
-        for (at::Tensor& each : emptied->tensors) visitor(each);
-      });
-      emptied->tensors.clear();
-      return result.release().ptr();
-    } catch (...) {
-      warnings.set_in_exception();
-      set_error_in_flight();
-      return nullptr;
-    }
-  } catch (...) {
-    set_error_in_flight();
-    return nullptr;
-  }
+  return guarded([&]() -> PyObject* {
+    detail::SavedRegion region(typeid(Emptied), [&](TensorVisitor visitor) {
+      for (Py_ssize_t i = 0; i < call.size(); ++i) visit_tensors(call.arguments[i], visitor);
+    });
+    if (region.is_kept())
+      return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors())
+          .release()
+          .ptr();
+    py::object result = py::reinterpret_steal<py::object>(call.run());
+    if (!result) return nullptr;
+    const std::shared_ptr<Emptied> emptied = emptied_of(result);
+    region.keep(emptied, [&](TensorVisitor visitor) {
+      for (at::Tensor& each : emptied->tensors) visitor(each);
+    });
+    emptied->tensors.clear();
+    return result.release().ptr();
+  });
 }
 
 constexpr char text[] =
@@ -116,15 +96,10 @@ It belongs to the innermost region; when the recompute of an enclosing one runs 
 `function` runs again. The result: a tensor, or tensors in tuples, lists and dictionaries, beside objects that come
 back as they are.)";
 
-PyMethodDef method{"save_region",
-                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(save_region)),
-                   METH_FASTCALL | METH_KEYWORDS, text};
-
 }  // namespace
 
 void add_save_region(py::module_& module) {
-  module.attr("save_region") =
-      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
+  add_function(module, "save_region", save_region, text);
 }
 
 }  // namespace remat::python

@@ -34,10 +34,8 @@ Rerun::Rerun(const RegionBody* body)
 Rerun::~Rerun() {
   innermost = around_;
   if (frame_ == nullptr) return;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
+  const ErrorAside aside;
   Py_CLEAR(frame_);
-  PyErr_Restore(type, value, traceback);
 }
 
 void Rerun::set_stop() {
@@ -65,9 +63,7 @@ bool Rerun::take_stop() {
   constexpr int longest = 100;  // a program could make a ring of them
   for (int i = 0; cause && i < longest; ++i) {
     if (PyErr_GivenExceptionMatches(cause.ptr(), names().stop) != 0) {
-      Py_XDECREF(type);
-      Py_XDECREF(value);
-      Py_XDECREF(traceback);
+      for (PyObject* each : {type, value, traceback}) Py_XDECREF(each);
       return true;
     }
     cause = py::reinterpret_steal<py::object>(PyException_GetCause(cause.ptr()));
@@ -79,18 +75,6 @@ bool Rerun::take_stop() {
 // ---- what is not swallowed ----------------------------------------------------------------------
 
 namespace {
-
-/// Keeps the error that is set on this thread out of the way.
-class ErrorAside {
- public:
-  ErrorAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  ~ErrorAside() { PyErr_Restore(type_, value_, traceback_); }
-  ErrorAside(const ErrorAside&) = delete;
-  ErrorAside& operator=(const ErrorAside&) = delete;
-
- private:
-  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
-};
 
 /// Exceptions in the order in which they are to be raised. Interpreter's lock; leaked.
 std::deque<PyObject*>& to_raise() {
@@ -265,15 +249,11 @@ bool Rerun::stop_soon(const RegionBody*) { return false; }
 
 #endif
 
-void add_stop(py::module_& module) {
-  module.def("_set_stop", [](py::object stop, py::tuple trials) {
-    names().stop = stop.release().ptr();
-    names().stop_trials = trials.release().ptr();
-    main_thread =
-        py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-    // Whoever forks is the main thread of the new process.
-    pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
-  });
+void add_stop() {
+  main_thread =
+      py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  // Whoever forks is the main thread of the new process.
+  pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
 }
 
 }  // namespace remat::python

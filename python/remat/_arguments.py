@@ -93,6 +93,7 @@ _KINDS = {
     "Iterable[Operator]": Kind(_is_listed, "a list of operators"),
     "Union[str, Iterable[str]]": Kind(lambda value: isinstance(value, str) or _are_names(value), "a str or a list of names"),
     "Types": Kind(_are_types, "a class of modules, its name, or a list of these"),
+    "Iterable[nn.Module]": Kind(_is_listed, "a list of modules"),
     "nn.Module": of_class(nn.Module, "a torch.nn.Module"),
     "torch.Tensor": of_class(torch.Tensor, "a torch.Tensor"),
     "torch.dtype": of_class(torch.dtype, "a torch.dtype, as torch.bfloat16"),
@@ -169,10 +170,13 @@ def check_fields(object: Any) -> None:
         object.__dict__[name] = read  # it may be frozen
 
 
-def checked_by(user: str, annotations: dict[str, str], function: F) -> F:
-    """`function`, whose arguments are these, in this order, and are checked first."""
-    kinds = {name: kind for name, each in annotations.items() if (kind := kind_of(each)) is not None}
-    names = tuple(annotations)
+def checked(function: F) -> F:
+    """`function`, whose arguments are checked first, by its own annotations."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    user = f"remat.{function.__qualname__.removesuffix('.__init__')}"
+    found = {name: kind_of(function.__annotations__.get(name, "")) for name in names}
+    kinds = {name: kind for name, kind in found.items() if kind is not None}
     reads = {name: kind.read for name, kind in kinds.items() if kind.read is not None}
 
     @functools.wraps(function)
@@ -192,13 +196,4 @@ def checked_by(user: str, annotations: dict[str, str], function: F) -> F:
             }
         return function(*args, **kwargs)
 
-    checking._remat_checks = kinds  # type: ignore[attr-defined]  # for the test that looks for what is not
     return cast(F, checking)
-
-
-def checked(function: F) -> F:
-    """The same by the function's own annotations."""
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    user = f"remat.{function.__qualname__.removesuffix('.__init__')}"
-    return checked_by(user, {name: function.__annotations__.get(name, "") for name in names}, function)

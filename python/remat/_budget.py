@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Callable, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
 from ._arguments import Bytes, Kind, add_kind, checked
 from ._arguments import _is_whole as is_whole
-from ._errors import BudgetExceeded, CheckpointError, ErrorKind
+from ._errors import CheckpointError, ErrorKind
 from ._extension import _remat
 from ._guards import Guard
 from ._observe import as_table, free_bytes
-from ._plan import MoveOptions
+from ._costs import MoveOptions
+from ._remat import BudgetReport
 
-BudgetReport = _remat.BudgetReport
 Budgeted = Union[Bytes, str]
 """A number of bytes, or a text such as "8 GiB" or "free - 5 %"."""
 
@@ -79,20 +79,7 @@ def _free(text: str, share: Fraction, device: Union[torch.device, str, int, None
 class Budget(Guard):
     """The return value of `budget`: a guard with a report."""
 
-    def __init__(self, text: str, open: Callable[[], _remat.OpenBudget]) -> None:
-        self._last: Optional[_remat.OpenBudget] = None
-
-        def begin() -> _remat.OpenBudget:
-            self._last = opened = open()
-            return opened
-
-        super().__init__(text, begin)
-
-    def __enter__(self) -> Budget:
-        super().__enter__()
-        return self
-
-    def _latest(self, asked: str) -> _remat.OpenBudget:
+    def _latest(self, asked: str) -> Any:
         if self._last is None:
             raise RuntimeError(f"{self._text}: {asked} was called before the scope was entered")
         return self._last
@@ -103,7 +90,8 @@ class Budget(Guard):
 
         Raises RuntimeError before the scope was entered.
         """
-        return self._latest("report").now()
+        report: BudgetReport = self._latest("report").now()
+        return report
 
     def reset(self) -> None:
         """Starts peak and counts of that scope anew; the budget stays. Any thread."""
@@ -160,14 +148,10 @@ def budget(
             f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}"
         )
     size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
-    moves = None if moving is None else moving._tuple()
 
-    def open() -> _remat.OpenBudget:
+    def open() -> Any:
         asked = _free(str(bytes), share, device) if size is None else size
         least = -1 if min_bytes is None else int(min_bytes)
-        return _remat._open_budget(asked, device, over == "throw", least, check_values, moves)
+        return _remat._open_budget(asked, device, over == "throw", least, check_values, moving)
 
     return Budget(f"remat.budget({bytes!r})", open)
-
-
-__all__ = ["Budget", "BudgetExceeded", "BudgetReport", "budget"]

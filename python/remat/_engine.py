@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 def put_in_front(extension: Any) -> None:
     """Once for the process, at import. Outside of regions a backward costs one call more."""
-    extension._set_engine_run_backward(Variable._execution_engine.run_backward)
+    extension._set_names(engine_run_backward=Variable._execution_engine.run_backward)
 
     class Engine(_ImperativeEngine):
         run_backward = staticmethod(extension._run_backward)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import functools
 import re
-from typing import Any, Callable, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -148,8 +147,6 @@ WORDS_OF_WARNINGS = [
     ("remat::checkpoint: ", "remat.checkpoint: "), *_PHRASES, *_GUARDS.items(), ("remat::", "remat."),
 ]  # fmt: skip
 
-R = TypeVar("R")
-
 
 def in_python_words(text: str) -> str:
     """A text of the library, as one who calls it from Python would say it."""
@@ -160,20 +157,11 @@ def in_python_words(text: str) -> str:
     return text
 
 
-def translated(function: Callable[..., R]) -> Callable[..., R]:
-    """`function` of the extension, whose errors about its arguments come in Python's words."""
-
-    @functools.wraps(function)
-    def translating(*args: Any, **kwargs: Any) -> R:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, RuntimeError) as error:
-            # What a function of the program raises has words of its own.
-            if type(error) not in (ValueError, RuntimeError) or not str(error).startswith("remat::"):
-                raise
-            raise type(error)(in_python_words(str(error))) from None
-
-    return translating
+def said_in_python(error: Exception) -> Exception:
+    """An error of the extension, or the same in Python's words. Errors of the program have words of their own."""
+    if type(error) not in (ValueError, RuntimeError) or not str(error).startswith("remat::"):
+        return error
+    return type(error)(in_python_words(str(error)))
 
 
 # Where torch.utils.checkpoint puts numbers into its text, so do we: programs look for them.
@@ -197,11 +185,8 @@ def make_error(
     if kind == ErrorKind.SELECTIVE_MUTATION.value:
         text = "Tensor cached during selective activation checkpoint has been mutated\n" + text
     error = CheckpointError(text)
-    error.kind = ErrorKind(kind)
-    error.region = region
-    error.frame_id = frame_id
-    error.forward_count = forward_count
-    error.recompute_count = recompute_count
+    error.kind, error.region, error.frame_id = ErrorKind(kind), region, frame_id
+    error.forward_count, error.recompute_count = forward_count, recompute_count
     error.mismatches = tuple(Mismatch(*each) for each in mismatches)
     return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import weakref
 from typing import Any
 
@@ -36,24 +37,20 @@ except ImportError as error:
         "Hint: install the package again, so that both come from one build."
     ) from error
 
+from ._arguments import check  # noqa: E402
 from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
-from ._errors import WORDS_OF_WARNINGS, CheckpointError, ErrorKind  # noqa: E402
-from ._errors import StopRecompute, make_budget_error, make_error  # noqa: E402
+from ._errors import (  # noqa: E402
+    WORDS_OF_WARNINGS, CheckpointError, ErrorKind, StopRecompute, make_budget_error, make_error, said_in_python,
+)
 from ._hooks import note_hooks_of  # noqa: E402
 
 
 def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any) -> None:
     """Runs a recompute inside the contexts that its region has, in the order of torch.utils.checkpoint."""
-    if recompute_context is None:
-        with device_context:
-            function(*args, **kwargs)
-    elif device_context is None:
-        with recompute_context:
-            function(*args, **kwargs)
-    else:
-        with recompute_context, device_context:
-            function(*args, **kwargs)
+    none = contextlib.nullcontext()
+    with none if recompute_context is None else recompute_context, none if device_context is None else device_context:
+        function(*args, **kwargs)
 
 
 class _FunctionModes:
@@ -68,12 +65,7 @@ class _FunctionModes:
         self.others = [(weakref.ref(mode), type(mode).__name__) for mode in others]
 
     def __enter__(self) -> None:
-        from torch.overrides import _get_current_function_mode_stack
-        from torch.utils._device import DeviceContext
-
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        now = [mode for mode in stack if not isinstance(mode, DeviceContext)]
-        if now != [mode() for mode, _ in self.others]:
+        if _function_modes()[1] != [mode() for mode, _ in self.others]:
             names = ", ".join(name for _, name in self.others)
             error = CheckpointError(
                 f"remat.checkpoint: the function mode {names} was active around the call of the region, "
@@ -91,9 +83,8 @@ class _FunctionModes:
             self.device.__exit__(*error)
 
 
-def _device_context(is_own: bool = False) -> Any:
-    """The context of recomputes: the innermost `with torch.device(...)` or default device, or None;
-    for a region of `remat.checkpoint` with the other function modes."""
+def _function_modes() -> tuple[Any, list[Any]]:
+    """The innermost `with torch.device(...)` or default device, or None; and the other function modes."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
@@ -103,6 +94,12 @@ def _device_context(is_own: bool = False) -> Any:
             device = mode
         else:
             others.append(mode)
+    return device, others
+
+
+def _device_context(is_own: bool = False) -> Any:
+    """The context of recomputes; for a region of `remat.checkpoint` with the other function modes."""
+    device, others = _function_modes()
     return _FunctionModes(device, others) if others and is_own else device
 
 
@@ -124,10 +121,11 @@ _STOP_TRIALS = (
     lambda ask: (_Calling(ask).ask(1, number=1), 1),
 )
 
-_remat._set_names(make_error, _run_in, _device_context)
-_remat._set_stop(StopRecompute, _STOP_TRIALS)
-_remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
-_remat._set_budget_errors(make_budget_error)
+_remat._set_names(
+    make_error=make_error, make_budget_error=make_budget_error, said_in_python=said_in_python, check=check,
+    run_in=_run_in, device_context=_device_context, stop=StopRecompute, stop_trials=_STOP_TRIALS,
+    dispatch_mode=SeesOperators(),  # type: ignore[no-untyped-call]
+)
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
 note_hooks_of(_remat)

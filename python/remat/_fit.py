@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.nn as nn
 
 from ._arguments import Bytes, checked, refuse
 from ._choice import class_name
-from ._errors import translated
 from ._extension import _remat
-from ._modules import Region, _switch_off, _switch_on, plain_class
+from ._region_class import Region, plain_class, switch_off, switch_on
 from ._observe import as_table
-from ._plan import (
-    ChainCost,
-    Frontier,
-    InfeasibleBudget,
-    MoveCost,
-    MoveOptions,
-    Plan,
-    Simulation,
-    Stage,
-    measure,
-    run,
-    simulate,
-    solve,
-    stages_of,
-)
+from ._costs import ChainCost, MoveCost, MoveOptions
+from ._plan import Frontier, InfeasibleBudget, Simulation, Stage, measure, run, simulate, solve, stages_of
+from ._remat import Plan
 
-_measure_peak = translated(_remat._measure_peak)
 _FRAME_COST_S = 15e-6  # of one region, in Python
 
 
@@ -120,7 +106,7 @@ class Fitted:
     def remove(self) -> None:
         """A Sequential runs plainly again."""
         if isinstance(self.stages, nn.Sequential):
-            _switch_off(self.stages)
+            switch_off(self.stages)
 
     def __repr__(self) -> str:
         peak = f"{self.peak_bytes:,} bytes at the peak"
@@ -163,6 +149,26 @@ class Fitted:
                 f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   {_way_of(self.plan, i + 1)}"
             )
         return "\n".join(lines)
+
+
+def _verified(
+    plan: Plan, frontier: Frontier, budget_bytes: Bytes, functions: list[Stage], sample: torch.Tensor,
+    expected: Callable[[Plan], int], run: Callable[[Plan, torch.Tensor], torch.Tensor],
+) -> tuple[Plan, int]:  # fmt: skip
+    """The plan, or a smaller one, whose step stays within the budget, and the peak that this one had."""
+    from ._state import state_kept  # not when the package is imported: few programs measure
+
+    beyond = 0  # [bytes] of which the stages' costs know nothing
+    while True:
+        with state_kept(functions):
+            peak: int = _remat._measure_peak(lambda x: run(plan, x), sample)
+        if peak <= budget_bytes:
+            return plan, peak
+        beyond = max(beyond + 1, peak - expected(plan))  # the next plan is a smaller one
+        try:
+            plan = frontier.plan(max(0, budget_bytes - beyond))
+        except InfeasibleBudget as error:
+            raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
 
 
 @checked
@@ -224,15 +230,8 @@ def fit(
     _remat._Options(options)  # refuses wrong ones before the measuring
     early_stop = bool(options.get("early_stop", True))
     if cost is None:
-        cost = measure(
-            functions,
-            sample,
-            warmup=warmup,
-            repeats=repeats,
-            early_stop=early_stop,
-            moving=moving,
-            progress=progress,
-        )
+        settings: dict[str, Any] = {"warmup": warmup, "repeats": repeats, "early_stop": early_stop, "progress": progress}
+        cost = measure(functions, sample, moving=moving, **settings)
     elif len(cost.stages) != len(functions):
         raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
     if moving is None and cost.moving is not None:
@@ -241,31 +240,14 @@ def fit(
     plan = frontier.plan(budget_bytes)
     peak: Optional[int] = None
     if verify:
-        from ._state import state_kept  # not when the package is imported: few programs measure
-
-        beyond = 0  # [bytes] of which the stages' costs know nothing
-        while True:
-            with state_kept(functions):
-                peak = _measure_peak(
-                    lambda x: run(plan, functions, x, moving=moving, **options),
-                    sample,
-                )
-            if peak <= budget_bytes:
-                break
-            expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
-            beyond = max(beyond + 1, peak - expected)  # the next plan is a smaller one
-            try:
-                plan = frontier.plan(max(0, budget_bytes - beyond))
-            except InfeasibleBudget as error:
-                raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
+        plan, peak = _verified(
+            plan, frontier, budget_bytes, functions, sample,
+            expected=lambda plan: simulate(cost, plan, early_stop=early_stop).peak_bytes,
+            run=lambda plan, x: run(plan, functions, x, moving=moving, **options),
+        )  # fmt: skip
     if isinstance(stages, nn.Sequential):
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
         region.plan = PlannedChain(plan, moving, options)
-        _switch_on(stages, region)
+        switch_on(stages, region)
     budget = int(budget_bytes)
-    return Fitted(
-        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving
-    )
-
-
-__all__ = ["Fitted", "fit"]
+    return Fitted(stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving)

@@ -39,4 +39,4 @@ def note_hooks_of(remat: Any) -> None:
                     nodes[position] = torch._C._functions.UndefinedGrad()  # one that no backward comes to
 
     graph._MultiHandle.__init__ = __init__  # type: ignore[method-assign]
-    remat._set_free_hooks(free)
+    remat._set_names(free_hooks=free)

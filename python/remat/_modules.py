@@ -6,262 +6,17 @@ Everything else stays: the object, its place in the tree, its names, parameters,
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import functools
-import inspect
-import threading
-import types as python_types
-import warnings
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 import torch
 import torch.nn as nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from ._arguments import Kind, add_kind, checked
 from ._choice import ModuleChoice, Types, class_name
-from ._extension import _remat
+from ._region_class import Region, _rebuilt as _rebuilt, is_on, reason_against, region_of, regions_below, switch_off, switch_on
 
 M = TypeVar("M", bound=nn.Module)
-
-_KEY = "_remat_region"  # in a module's attributes
-_BUFFERS = ("restore", "ignore", "skip_batch_norm")
-
-
-class Region:
-    """What a module that is a region has beyond what it is. Immutable but for the switch."""
-
-    def __init__(
-        self, options: dict[str, Any], *, training_only: bool, level: int, buffers: str, enabled: bool
-    ) -> None:
-        if buffers not in _BUFFERS:
-            known = ", ".join(map(repr, _BUFFERS))
-            raise ValueError(f"remat.Checkpointed: buffers must be one of {known}, and is {buffers!r}")
-        if not isinstance(level, int) or level < 0:
-            raise ValueError(
-                f"remat.Checkpointed: level was {level!r}. Hint: 0 for never, 1 and up for the level that turns it on."
-            )
-        self.options = options
-        self.training_only = training_only
-        self.level = level
-        self.buffers = buffers
-        self.enabled = enabled
-        self.plan: Any = None  # of a Sequential: see _fit.py
-        self.was_called = False  # with grad mode on; what unused_regions asks
-        self.native = _remat._Options({**options, "buffers": "ignore" if buffers == "ignore" else "restore"})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        copy = Region.__new__(Region)
-        copy.__dict__.update(self.__dict__)
-        copy.was_called = False
-        return copy
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("native", "was_called")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        plan = state.pop("plan")
-        self.__init__(**state)  # type: ignore[misc]
-        self.plan = plan
-
-
-def _region_of(module: nn.Module) -> Optional[Region]:
-    return module.__dict__.get(_KEY) if hasattr(type(module), "_remat_plain_class") else None
-
-
-# ---- the class ----------------------------------------------------------------------------------------
-
-_classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-_warned: set[str] = set()
-
-
-@checked
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without regions: what `type(module) is` should be asked of."""
-    found: type[nn.Module] = getattr(type(module), "_remat_plain_class", type(module))
-    return found
-
-
-def _is_on(module: nn.Module, region: Region) -> bool:
-    return region.enabled and (module.training or not region.training_only)
-
-
-def _runs_plainly(module: nn.Module, region: Region) -> bool:
-    if not _is_on(module, region):
-        return True
-    if not region.was_called and torch.is_grad_enabled():
-        region.was_called = True
-    return region.buffers == "skip_batch_norm" and _skips(module)
-
-
-def _skips(module: nn.Module) -> bool:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    if not any(isinstance(each, _BatchNorm) for each in module.modules()):
-        return False
-    name = class_name(module)
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"remat: activation checkpointing is skipped for a module that contains batch norm ({name}), as "
-            'buffers="skip_batch_norm" asks. buffers="restore" checkpoints it and keeps its running statistics right.',
-            stacklevel=4,
-        )
-    return True
-
-
-def _class_of_regions(plain: type[nn.Module]) -> type[nn.Module]:
-    with _lock:
-        known = _classes.get(plain)
-        found: Optional[type[nn.Module]] = known() if known is not None else None
-        if found is None:
-            found = _make_class(plain)
-            _classes[plain] = weakref.ref(found)
-        return found
-
-
-@contextlib.contextmanager
-def _unnoticed(plain: Any) -> Iterator[None]:
-    """Suspends the class's `__init_subclass__` on this thread: a registry of subclasses does not
-    see the new one, and no keywords are required of it."""
-    if not hasattr(plain.__init_subclass__, "__func__"):  # object's own
-        yield
-        return
-    own, owner = vars(plain).get("__init_subclass__"), threading.get_ident()
-
-    def heard(cls: Any, /, **keywords: Any) -> None:
-        if threading.get_ident() != owner:
-            (super(plain, cls).__init_subclass__ if own is None else own.__get__(None, cls))(
-                **keywords
-            )
-
-    type.__setattr__(plain, "__init_subclass__", classmethod(heard))
-    try:
-        yield
-    finally:
-        if own is None:
-            type.__delattr__(plain, "__init_subclass__")
-        else:
-            type.__setattr__(plain, "__init_subclass__", own)
-
-
-def _make_class(plain: Any) -> Any:
-    own = inspect.getattr_static(plain, "forward")
-    takes_self = hasattr(type(own), "__get__") and not isinstance(own, (staticmethod, classmethod))
-
-    @functools.wraps(plain.forward)
-    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        plain_forward: Callable[..., Any] = plain.forward  # at each call: programs put others in
-        if not takes_self:
-            plain_forward = functools.partial(_without_self, plain_forward)
-        region: Optional[Region] = self.__dict__.get(_KEY)
-        if region is None:
-            return plain_forward(self, *args, **kwargs)
-        if _runs_plainly(self, region):
-            return _remat._run_watched(plain_forward, self, *args, **kwargs)
-        if region.plan is not None:
-            return region.plan.run(self, *args, **kwargs)
-        return _remat._run_module(region.native, plain_forward, self, *args, **kwargs)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return _reduced(plain, super(found, self).__reduce_ex__(protocol))
-
-    body = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "__reduce_ex__": __reduce_ex__,
-        "_remat_plain_class": plain,
-        "forward": forward,
-    }
-    maker = (
-        abc.ABCMeta if issubclass(type(plain), abc.ABCMeta) else type
-    )  # past the metaclass's own code, too
-    with _unnoticed(plain):
-        found: Any = maker.__new__(type(plain), plain.__name__, (plain,), body)
-    return found
-
-
-def _without_self(function: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _reduced(plain: type[nn.Module], reduced: Any) -> Any:
-    """What `pickle` and `copy` make the module of: by the plain class, which has the name that is written."""
-    if isinstance(reduced, str):
-        return reduced
-    function, args, *rest = reduced
-    args = tuple(plain if getattr(each, "_remat_plain_class", None) is plain else each for each in args)
-    return (_rebuilt, (function, args), *rest)
-
-
-def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    made = function(*args)
-    if isinstance(made, nn.Module):
-        object.__setattr__(made, "__class__", _class_of_regions(plain_class(made)))
-    return made
-
-
-def _why_not(module: nn.Module) -> Optional[tuple[str, str]]:
-    """(reason, cure) if the module cannot be a region."""
-    from torch.nn.modules.lazy import LazyModuleMixin
-
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a script module, whose class cannot change", "remat.checkpoint(module, ...) where it is called"
-    if plain_class(module).forward is nn.Module.forward:
-        return "it has no forward, so no call of it could be a region", "choose its children: name=PATH.*"
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return "it is a lazy module, which takes another class when it is first called", "call it once before"
-    if "forward" in module.__dict__:
-        return (
-            "its object has a forward of its own, which goes past that of its class",
-            "make it a region before that forward is put in, or remat.checkpoint(module, ...) where it is called",
-        )
-    return None
-
-
-def _has_class_of_parametrize(module: nn.Module) -> bool:
-    """Whether its class is one that torch.nn.utils.parametrize made for it: with a property for each tensor."""
-    own = vars(type(module))
-    return is_parametrized(module) and any(
-        isinstance(own.get(name), property) for name in module.parametrizations  # type: ignore[union-attr]
-    )
-
-
-def _derived_anew(derived: type[Any], base: type[Any]) -> type[Any]:
-    """A class like `derived`, from another base."""
-    body = {name: value for name, value in vars(derived).items() if name not in ("__dict__", "__weakref__")}
-    made: type[Any] = python_types.new_class(derived.__name__, (base,), {}, lambda namespace: namespace.update(body))
-    return made
-
-
-def _switch_on(module: nn.Module, region: Region) -> None:
-    if not hasattr(type(module), "_remat_plain_class"):
-        plain = type(module)
-        try:
-            if _has_class_of_parametrize(module):  # which parametrize changes, and takes away by its first base
-                found = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
-            else:
-                found = _class_of_regions(plain)
-            object.__setattr__(module, "__class__", found)
-        except (TypeError, AttributeError) as error:
-            raise TypeError(f"remat: a {class_name(module)} cannot be a region from outside: {error}") from error
-    module.__dict__[_KEY] = region
-
-
-def _switch_off(module: nn.Module) -> bool:
-    region = _region_of(module)
-    if "_remat_plain_class" in vars(type(module)):  # else another class was derived from ours: FSDP2 does
-        object.__setattr__(module, "__class__", plain_class(module))
-    elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(type(module).__bases__[0]):
-        object.__setattr__(module, "__class__", _derived_anew(type(module), plain_class(module)))
-    module.__dict__.pop(_KEY, None)
-    return region is not None and region.enabled
-
 
 # ---- one module ------------------------------------------------------------------------------------------
 
@@ -292,18 +47,18 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     same buffers take turns.
     Raises ValueError for wrong options and what cannot be a region.
     """
-    refused = _why_not(module)
+    refused = reason_against(module)
     if refused is not None:
         raise ValueError(f"remat.Checkpointed: a {class_name(module)} cannot be a region: {refused[0]}. Hint: {refused[1]}.")
     region = Region(options, training_only=training_only, level=level, buffers=buffers, enabled=level > 0)
-    _switch_on(module, region)
+    switch_on(module, region)
     return module
 
 
 @checked
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether calls of the module itself are regions now, as far as its switch says."""
-    region = _region_of(module)
+    region = region_of(module)
     return region is not None and region.enabled
 
 
@@ -394,7 +149,7 @@ def apply(
     for path, module in chosen:
         if module in ways:
             continue  # it has several paths, of which the first names it
-        why_not = _why_not(module)
+        why_not = reason_against(module)
         if why_not is not None:
             reason, cure = why_not
             cure = cure.replace("PATH.*", f"{path}.*" if path else "*")
@@ -406,14 +161,11 @@ def apply(
     for module, region in ways.items():
         path, type = paths[module], class_name(module)
         try:
-            _switch_on(module, region)
+            switch_on(module, region)
         except TypeError as error:
             reason = f"its class cannot change: {error.__cause__}"
-            applied.refused.append(
-                RefusedModule(
-                    path, type, reason, "remat.checkpoint(module, ...) where it is called"
-                )
-            )
+            cure = "remat.checkpoint(module, ...) where it is called"
+            applied.refused.append(RefusedModule(path, type, reason, cure))
         else:
             applied.regions.append(ChosenModule(path, type))
     return applied
@@ -438,16 +190,14 @@ def remove(
     else:
         verb = "remat.remove"
         chosen = _choice(verb, choice, types, names, predicate, every).chosen(model, verb)
-    return [ChosenModule(path, class_name(module)) for path, module in chosen if _switch_off(module)]
+    return [ChosenModule(path, class_name(module)) for path, module in chosen if switch_off(module)]
 
 
 @checked
 def set_checkpointing(model: nn.Module, enabled: bool) -> None:
     """Switches every region in a tree of modules, the root among them."""
-    for module in model.modules():
-        region = _region_of(module)
-        if region is not None:
-            region.enabled = enabled
+    for region in regions_below(model):
+        region.enabled = enabled
 
 
 @checked
@@ -456,10 +206,8 @@ def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
 
     Common levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
     """
-    for module in model.modules():
-        region = _region_of(module)
-        if region is not None:
-            region.enabled = 0 < region.level <= training_level
+    for region in regions_below(model):
+        region.enabled = 0 < region.level <= training_level
 
 
 # ---- what is called past its region --------------------------------------------------------------------------
@@ -519,8 +267,8 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
     used = {id(leaf) for leaf in _leaves_below(result)}
     found = []
     for path, module in model.named_modules():
-        region = _region_of(module)
-        if region is None or not _is_on(module, region) or region.was_called:
+        region = region_of(module)
+        if region is None or not is_on(module, region) or region.was_called:
             continue
         if any(id(parameter) in used for parameter in module.parameters()):
             found.append(
@@ -538,25 +286,5 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
 @checked
 def reset_unused_regions(model: nn.Module) -> None:
     """Forgets which calls were reached, for all below `model`."""
-    for module in model.modules():
-        region = _region_of(module)
-        if region is not None:
-            region.was_called = False
-
-
-__all__ = [
-    "Applied",
-    "Checkpointed",
-    "ChosenModule",
-    "ModuleChoice",
-    "RefusedModule",
-    "UnusedRegion",
-    "apply",
-    "is_checkpointed",
-    "plain_class",
-    "remove",
-    "reset_unused_regions",
-    "set_checkpoint_level",
-    "set_checkpointing",
-    "unused_regions",
-]
+    for region in regions_below(model):
+        region.was_called = False

@@ -8,23 +8,10 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from ._arguments import checked, checked_by
-from ._errors import in_python_words, translated
+from ._arguments import checked
+from ._errors import in_python_words
 from ._extension import _remat
-
-MemoryMeter = _remat.MemoryMeter
-MemoryMeter.__init__ = checked_by(  # type: ignore[method-assign]
-    "remat.MemoryMeter", {"self": "", "device": "Union[torch.device, str, int, None]"}, MemoryMeter.__init__
-)
-DecisionReport = _remat.DecisionReport
-DeviceReport = _remat.DeviceReport
-EvictionReport = _remat.EvictionReport
-FailedAllocation = _remat.FailedAllocation
-FileReport = _remat.FileReport
-HeldBytes = _remat.HeldBytes
-MoveReport = _remat.MoveReport
-Report = _remat.Report
-RegionReport = _remat.RegionReport
+from ._remat import MemoryMeter, Report
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -41,16 +28,14 @@ def _meter_text(self: MemoryMeter) -> str:
 
 
 def _report_text(self: Report) -> str:
-    calls, recomputes = (
-        sum(getattr(each, name) for each in self.regions) for name in ("calls", "recomputes")
-    )
+    calls, recomputes = (sum(getattr(each, name) for each in self.regions) for name in ("calls", "recomputes"))
     numbers = f"{calls:,} calls, {recomputes:,} recomputes"
     return f"<remat.Report: regions of {len(self.regions)} names, {numbers}>"
 
 
 Report.__repr__ = _report_text  # type: ignore[assignment, method-assign]
 MemoryMeter.__repr__ = _meter_text  # type: ignore[assignment, method-assign]
-Report._repr_html_ = as_table  # type: ignore[assignment, method-assign]
+Report._repr_html_ = lambda self: as_table(self)  # type: ignore[method-assign]
 
 
 class Page(str):
@@ -87,7 +72,7 @@ class Recorder:
     def __init__(
         self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20, device_time: bool = True
     ) -> None:
-        self._recorder = translated(_remat._Recorder)(memory, operators, max_events, device_time)
+        self._recorder = _remat._Recorder(memory, operators, max_events, device_time)
 
     def __enter__(self) -> Recorder:
         return self
@@ -99,13 +84,14 @@ class Recorder:
         """Records no more; what was recorded stays."""
         self._recorder.stop()
 
-    def report(self) -> _remat.Report:
+    def report(self) -> Report:
         """The sums so far; `str` makes a table of it, `to_json` text."""
-        return self._recorder.report()
+        report: Report = self._recorder.report()
+        return report
 
     def event_log(self) -> str:
         """One line an event, without times: what happened in which order. Regions are numbered from 1."""
-        return self._recorder.event_log()
+        return str(self._recorder.event_log())
 
     def page(self) -> Page:
         """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
@@ -114,18 +100,18 @@ class Recorder:
     @checked
     def write_html(self, path: Path) -> None:
         """Writes `page()`."""
-        translated(self._recorder.write_html)(os.fspath(path))
+        self._recorder.write_html(os.fspath(path))
 
     @checked
     def write_memory_svg(self, path: Path) -> None:
         """Live bytes over time, stacked by kind, with the regions below. Budgets are drawn as a
         line, and the operators that run again as bars."""
-        translated(self._recorder.write_memory_svg)(os.fspath(path))
+        self._recorder.write_memory_svg(os.fspath(path))
 
     @checked
     def write_chrome_trace(self, path: Path) -> None:
         """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads."""
-        translated(self._recorder.write_chrome_trace)(os.fspath(path))
+        self._recorder.write_chrome_trace(os.fspath(path))
 
     def _repr_html_(self) -> str:
         return self.page()._repr_html_()
@@ -139,7 +125,7 @@ def free_bytes(device: Union[torch.device, str, int, None] = None) -> int:
     Raises CheckpointError (UNSUPPORTED) if the device does not say, and on the CPU without a limit: its memory is every
     program's. Threads: any.
     """
-    return _remat._free_bytes(device)
+    return int(_remat._free_bytes(device))
 
 
 class SavedTensor(NamedTuple):
@@ -167,21 +153,3 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over the same graph.
     """
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
-
-
-__all__ = [
-    "DecisionReport",
-    "DeviceReport",
-    "EvictionReport",
-    "FailedAllocation",
-    "FileReport",
-    "HeldBytes",
-    "MemoryMeter",
-    "MoveReport",
-    "Recorder",
-    "RegionReport",
-    "Report",
-    "SavedTensor",
-    "free_bytes",
-    "saved_tensors",
-]

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
+import inspect
 from collections.abc import Iterable
 from typing import Any, Callable, Union
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from ._arguments import Bytes, add_kind, checked, checked_by, of_class
-from ._errors import translated
+from ._arguments import Bytes, add_kind, checked, of_class
 from ._extension import _remat
-
-Policy = _remat.Policy
-PolicyContext = _remat.PolicyContext
-add_kind("Policy", of_class(Policy, "a remat.Policy"))
-checkpoint_name = _remat.checkpoint_name
-pin = _remat.pin
-
-__all__ = [
-    "CheckpointPolicy",
-    "Operator",
-    "Policy",
-    "PolicyContext",
-    "checkpoint_name",
-    "name_of",
-    "offload_names",
-    "offload_ops",
-    "pin",
-    "save_all_but_names",
-    "save_matmuls",
-    "save_names",
-    "save_ops",
-]
+from ._remat import PolicyContext
 
 Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
@@ -49,16 +27,60 @@ def name_of(operator: Operator) -> str:
     raise TypeError(f"remat: an operator must be a name, or of torch.ops, and is {operator!r}")
 
 
-# ---- copies and pickles -----------------------------------------------------------------------------------
-
-# How each policy was made: (function, arguments, keywords). The library's policies cannot be asked.
-_recipes: weakref.WeakKeyDictionary[Policy, tuple[Callable[..., Policy], tuple[Any, ...], dict[str, Any]]]
-_recipes = weakref.WeakKeyDictionary()
+# fmt: off
+_MIN_OFFLOAD_BYTES, _PREFETCH_DEPTH, _MAX_BYTES_IN_FLIGHT = 1 << 16, 2, 64 << 20
 
 
-def _noted(policy: Policy, make: Callable[..., Policy], *args: Any, **keywords: Any) -> Policy:
-    _recipes[policy] = (make, args, keywords)
-    return policy
+class Policy(_remat._Policy):
+    """What of a region is kept instead of recomputed. Immutable; any thread."""
+
+    # How it was made, for copies and pickles: the library's policies cannot be asked.
+    _recipe: tuple[Callable[..., Policy], tuple[Any, ...], dict[str, Any]]
+
+    @checked
+    def __init__(
+        self,
+        function: Callable[[PolicyContext], Any],
+        *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+        min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
+        max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
+    ) -> None:
+        """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
+
+        The options are those of `save_ops` and, for what it wants on the CPU, of `offload_ops`.
+        """
+        self._set(Policy, locals(), function)
+
+    def _set(self, make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> None:
+        options = {name: value for name, value in given.items() if name in _DEFAULTS}
+        _remat._Policy.__init__(self, make.__name__, args, options)
+        self._recipe = make, args, options
+
+    def __or__(self, other: Policy) -> Policy:
+        return _of(_either, {}, self, other) if isinstance(other, Policy) else NotImplemented
+
+    def __repr__(self) -> str:
+        make, args, keywords = self._recipe
+        if make is _either:
+            return " | ".join(map(repr, args))
+        said = [*map(repr, args)]
+        said += [f"{name}={each!r}" for name, each in keywords.items() if each != _DEFAULTS[name]]
+        return f"remat.{make.__name__}({', '.join(said)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_again, self._recipe
+
+    def __copy__(self) -> Policy:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Policy:
+        return self
+
+
+_DEFAULTS: dict[str, Any] = {
+    each.name: each.default for each in inspect.signature(Policy.__init__).parameters.values() if each.default is not each.empty
+}
+add_kind("Policy", of_class(Policy, "a remat.Policy"))
 
 
 def _make_again(make: Callable[..., Policy], args: tuple[Any, ...], keywords: dict[str, Any]) -> Policy:
@@ -69,89 +91,14 @@ def _either(one: Policy, other: Policy) -> Policy:
     return one | other
 
 
-_native_init, _native_or = Policy.__init__, Policy.__or__
+def _of(make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> Policy:
+    """The library's policy with the name of `make`, whose arguments these are: what is listed, and options."""
+    policy = Policy.__new__(Policy)
+    policy._set(make, given, *args)
+    return policy
 
 
-_MIN_OFFLOAD_BYTES, _PREFETCH_DEPTH, _MAX_BYTES_IN_FLIGHT = 1 << 16, 2, 64 << 20
-# Of a policy that offloads nothing.
-_DEFAULTS = {
-    "allow_cache_entry_mutation": False,
-    "save_through_hooks": False,
-    "ask_again": False,
-    "min_offload_bytes": _MIN_OFFLOAD_BYTES,
-    "prefetch_depth": _PREFETCH_DEPTH,
-    "max_bytes_in_flight": _MAX_BYTES_IN_FLIGHT,
-    "keep_last": 0,
-}
-
-
-def _with(native: Callable[..., Any], *arguments: Any, options: dict[str, Any]) -> Any:
-    """Calls the library with options, some of them left out."""
-    return translated(native)(*arguments, tuple((_DEFAULTS | options).values()))
-
-
-def _init(
-    self: Policy,
-    function: Callable[[PolicyContext], Any],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
-    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
-    prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
-    keep_last: int = 0,
-) -> None:
-    """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
-
-    The options are those of `save_ops` and, for what it wants on the CPU, of `offload_ops`.
-    """
-    options = {
-        "allow_cache_entry_mutation": allow_cache_entry_mutation,
-        "save_through_hooks": save_through_hooks,
-        "ask_again": ask_again,
-        "min_offload_bytes": min_offload_bytes,
-        "prefetch_depth": prefetch_depth,
-        "max_bytes_in_flight": max_bytes_in_flight,
-        "keep_last": keep_last,
-    }
-    _with(lambda *given: _native_init(self, *given), function, options=options)
-    _noted(self, Policy, function, **options)
-
-
-def _or(self: Policy, other: Policy) -> Policy:
-    if not isinstance(other, Policy):
-        return NotImplemented
-    return _noted(_native_or(self, other), _either, self, other)
-
-
-def _repr(self: Any) -> str:
-    make, args, keywords = _recipes[self]
-    if make is _either:
-        return " | ".join(map(repr, args))
-    said = [
-        *map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items() if value != _DEFAULTS.get(name))
-    ]  # fmt: skip
-    return f"remat.{make.__name__}({', '.join(said)})"
-
-
-def _reduce(self: Any) -> tuple[Any, ...]:
-    return _make_again, _recipes[self]
-
-
-Policy.__init__ = checked_by("remat.Policy", dict(_init.__annotations__), _init)  # type: ignore[method-assign]
-Policy.__or__ = _or  # type: ignore[method-assign]
-Policy.__repr__ = _repr  # type: ignore[method-assign]
-Policy.__reduce__ = _reduce  # type: ignore[method-assign]
-Policy.__copy__ = lambda self: self  # type: ignore[attr-defined]
-Policy.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-
-def _of(native: Callable[..., Any], make: Callable[..., Policy], options: dict[str, Any], *listed: list[str]) -> Policy:
-    return _noted(_with(native, *listed, options=options), make, *listed, **options)
-
-
-# ---- ready-made ----------------------------------------------------------------------------------------------
-
+# ---- ready-made: each is one of the library's, by its name -------------------------------------------------
 
 @checked
 def save_matmuls(
@@ -162,18 +109,13 @@ def save_matmuls(
     A convolution whose activation writes to its result (`ReLU(inplace=True)` with no norm between) needs
     `allow_cache_entry_mutation`: it runs again then.
     """
-    return _of(_remat._save_matmuls, save_matmuls,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again})  # fmt: skip
+    return _of(save_matmuls, locals())
 
 
 @checked
 def save_ops(
     ops: Iterable[Operator],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
 ) -> Policy:
     """Keeps the results of these operators: `save_ops(["aten::mm"])`, `save_ops([torch.ops.aten.mm.default])`.
 
@@ -184,22 +126,15 @@ def save_ops(
     Memory: what is kept lives as long as the region's graph. Raises ValueError for a name that no loaded
     library has registered.
     """
-    return _of(_remat._save_ops, save_ops,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again}, [name_of(op) for op in ops])  # fmt: skip
+    return _of(save_ops, locals(), list(map(name_of, ops)))
 
 
 @checked
 def offload_ops(
     ops: Iterable[Operator],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
-    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
-    prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
-    keep_last: int = 0,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
     """The same; the results wait on the CPU, copied there beside the device's work, and back ahead of it.
 
@@ -210,54 +145,33 @@ def offload_ops(
     they are not among these any more, and the program does not hold them.
     Raises ValueError for a negative number, too.
     """
-    return _of(_remat._offload_ops, offload_ops,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
-                "max_bytes_in_flight": max_bytes_in_flight, "keep_last": keep_last}, [name_of(op) for op in ops])  # fmt: skip
+    return _of(offload_ops, locals(), list(map(name_of, ops)))
 
 
 @checked
 def save_names(
     names: Iterable[str],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
 ) -> Policy:
     """Keeps the values that `checkpoint_name` gave one of these names; options as of `save_ops`."""
-    return _of(_remat._save_names, save_names,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again}, list(names))  # fmt: skip
+    return _of(save_names, locals(), list(names))
 
 
 @checked
 def save_all_but_names(
     names: Iterable[str],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
 ) -> Policy:
     """Keeps every value with a name but these; options as of `save_ops`."""
-    return _of(_remat._save_all_but_names, save_all_but_names,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again}, list(names))  # fmt: skip
+    return _of(save_all_but_names, locals(), list(names))
 
 
 @checked
 def offload_names(
     names: Iterable[str],
-    *,
-    allow_cache_entry_mutation: bool = False,
-    save_through_hooks: bool = False,
-    ask_again: bool = False,
-    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
-    prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
-    keep_last: int = 0,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
     """The values with these names wait on the CPU; options as of `offload_ops`."""
-    return _of(_remat._offload_names, offload_names,
-               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
-                "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
-                "max_bytes_in_flight": max_bytes_in_flight, "keep_last": keep_last}, list(names))  # fmt: skip
+    return _of(offload_names, locals(), list(names))

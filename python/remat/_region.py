@@ -7,7 +7,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, TypeVar, Union, overload
 
-from ._arguments import check_fields, refuse, said
+from ._arguments import add_kind, check_fields, of_class, refuse, said
 from ._extension import _remat
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-    from ._policy import CheckpointPolicy, Policy, PolicyContext
+    from ._policy import CheckpointPolicy, Policy
+    from ._remat import PolicyContext
 
     AnyPolicy = Union[Policy, Callable[[PolicyContext], Union[CheckpointPolicy, bool]], None]
 
@@ -50,6 +51,9 @@ class ValueComparison:
                 raise ValueError(f"remat.ValueComparison: {name} must be 0 or more, and is {value!r}")
         if self.nan not in ("bits", "any"):
             raise ValueError(f"remat.ValueComparison: nan must be 'bits' or 'any', and is {self.nan!r}")
+
+
+add_kind("ValueComparison", of_class(ValueComparison, "a remat.ValueComparison"))
 
 
 class Checkpointing:
@@ -107,7 +111,7 @@ def checkpointed(function: F, **options: Any) -> F:
     return region  # type: ignore[return-value]
 
 
-_remat._set_decorator(Checkpointing, refuse_function, unbound)
+_remat._set_names(decorator=Checkpointing, refuse_function=refuse_function, unbound=unbound)
 
 if TYPE_CHECKING:
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from ._modules import Region
+from ._region_class import Region
 
 _DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict)
 _FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)

@@ -88,7 +88,7 @@ def _checked_error(*facts: Any) -> remat.CheckpointError:
 
 
 # Every error that the library makes in a test comes by here.
-_extension._remat._set_names(_checked_error, _extension._run_in, _extension._device_context)
+_extension._remat._set_names(make_error=_checked_error)
 
 
 class Case(unittest.TestCase):

@@ -11,7 +11,7 @@ import torch.utils.checkpoint as upstream
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat
-from remat import _drop_in as drop_in
+from remat import _selective as selective
 from common import CountedFunction, gradient, leaf, operators, run_script
 from drop_in_case import DropIn, region
 
@@ -201,9 +201,9 @@ class Selective(DropIn):
             if policy in (looks, hands_on, keeps, closes):
                 with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
                     gradient(y, x)
-            self.assertFalse(drop_in._may_be_asked_before(policy))
-        self.assertFalse(drop_in._may_be_asked_before(functools.partial(hands_on)))
-        self.assertFalse(drop_in._may_be_asked_before(print))
+            self.assertFalse(selective._may_be_asked_before(policy))
+        self.assertFalse(selective._may_be_asked_before(functools.partial(hands_on)))
+        self.assertFalse(selective._may_be_asked_before(print))
 
     def test_flex_attention_meets_upstream_s_modes(self) -> None:
         done = run_script(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -14,6 +15,8 @@ import remat
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.append(str(EXAMPLES.parents[1] / "tools"))
 from compare_output import difference  # noqa: E402
+# Stubtest's remarks about any class of pybind11; `Final` is how the stub says that a member can only be read.
+OF_PYBIND = re.compile(r"metaclass differs|\.__init__ is inconsistent|is read-only at runtime but not in the stub")
 
 
 def output_of(*command: str) -> str:
@@ -58,6 +61,25 @@ class Examples(unittest.TestCase):
             cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stdout)
+
+    def test_the_stub_says_what_the_extension_has(self) -> None:
+        if importlib.util.find_spec("mypy") is None:
+            self.skipTest("the package mypy is not installed")
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy.stubtest", "--concise", "remat._remat"],
+            cwd=os.path.dirname(os.path.dirname(remat.__file__)), env={**os.environ, "MYPY_CACHE_DIR": os.devnull},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.assertIn("remat._remat.", done.stdout)
+        self.assertEqual([line for line in done.stdout.splitlines() if not OF_PYBIND.search(line)], [])
+
+    def test_each_member_of_the_stub_is_there(self) -> None:
+        stub = Path(remat.__file__).parent / "_remat.pyi"
+        found = re.findall(r"^class (\w+)|^    (\w+): Final", stub.read_text(), re.MULTILINE)
+        owner: object = None
+        for name, member in found:
+            owner = getattr(remat._remat, name) if name else owner
+            self.assertTrue(not member or hasattr(owner, member), (owner, member))
 
     def test_gpt2(self) -> None:
         try:

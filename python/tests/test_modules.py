@@ -17,7 +17,7 @@ import torch.nn as nn
 
 import remat
 from common import Case
-from remat import _modules
+from remat import _region_class
 
 torch.set_num_threads(1)  # small tensors, maybe on a busy machine
 
@@ -184,7 +184,7 @@ class Modules(Case):
     def test_a_class_that_cannot_change_is_refused(self) -> None:
         net = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
         with mock.patch.object(
-            _modules, "_class_of_regions", side_effect=TypeError("layouts differ")
+            _region_class, "_class_of_regions", side_effect=TypeError("layouts differ")
         ):
             applied = remat.apply(net, types=nn.Tanh)
         self.assertEqual([each.path for each in applied.refused], ["0"])

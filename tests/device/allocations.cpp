@@ -138,9 +138,9 @@ TEST_CASE("pictures and traces show what the allocator has given out", "[device]
   const Folder folder;
   recorder.write_chrome_trace(folder.path() + "/trace.json");
   const std::string text = text_in(folder.path() + "/trace.json");
-  CHECK_THAT(text, contains("\"allocates on far:0\", \"cat\": \"allocation\", \"ph\": \"i\""));
-  CHECK_THAT(text, contains("\"bytes\": 20480, \"region\": 1, \"name\": \"r\""));
-  CHECK_THAT(text, contains("\"allocated on far:0\", \"ph\": \"C\""));
+  CHECK_THAT(text, contains("\"allocates on far:0\",\"cat\":\"allocation\",\"ph\":\"i\""));
+  CHECK_THAT(text, contains("\"bytes\":20480,\"region\":1,\"name\":\"r\""));
+  CHECK_THAT(text, contains("\"allocated on far:0\",\"ph\":\"C\""));
 }
 
 TEST_CASE("an allocation that fails while they are recorded tells what was asked for",

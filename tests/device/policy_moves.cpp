@@ -17,7 +17,7 @@ using remat::RegionReport;
 using remat::SelectiveOptions;
 
 TEST_CASE("what a policy moves is copied beside the forward", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   int64_t queued = 0;
   const auto f = [&](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -32,7 +32,7 @@ TEST_CASE("what a policy moves is copied beside the forward", "[device][rule-15]
 TEST_CASE(
     "what a policy moved comes back ahead of the recompute that reads it, the next region's too",
     "[device][rule-15]") {
-  const Tensor values = at::randn({width, width}).div_(width);
+  const Tensor values = at::randn({product_side, product_side}).div_(product_side);
   const auto depth = GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, int64_t{100});
   CAPTURE(depth);
   const Tensor x = far_leaf(values);
@@ -63,7 +63,7 @@ TEST_CASE(
 }
 
 TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto held_at_begin = [&](int64_t depth) {
     int64_t held = 0;
     const auto f = [&](const Tensor& t) {
@@ -82,7 +82,7 @@ TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15]") {
 
 TEST_CASE("what was brought back ahead and nobody read leaves the device with its backward",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const remat::CheckpointOptions options{.policy = products(all({.prefetch_depth = 8}))};
   const Tensor middle = checkpoint(options, three_products, x);
   const Tensor y = checkpoint(options, three_products, middle);
@@ -93,7 +93,7 @@ TEST_CASE("what was brought back ahead and nobody read leaves the device with it
 }
 
 TEST_CASE("copies of a policy hold no more of the device than asked for", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto waits = [&](int64_t max_bytes) {
     const int64_t before = stand_in::num_waits();
     int64_t during = 0;
@@ -122,7 +122,7 @@ TEST_CASE("copies of a policy hold no more of the device than asked for", "[devi
 
 TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of second order",
           "[device][rule-15]") {
-  const Tensor values = at::randn({width, width}).div_(width);
+  const Tensor values = at::randn({product_side, product_side}).div_(product_side);
   const auto depth = GENERATE(int64_t{0}, int64_t{2});
   const auto max_bytes = GENERATE(int64_t{0}, int64_t{64 << 20});
   const auto around = GENERATE(0, 1, 2);
@@ -164,7 +164,7 @@ TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of se
 }
 
 TEST_CASE("several threads move and read what policies keep", "[device][rule-15][threads]") {
-  const Tensor values = at::randn({width, width}).div_(width);
+  const Tensor values = at::randn({product_side, product_side}).div_(product_side);
   std::vector<Tensor> found(4);
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < found.size(); ++i)
@@ -187,7 +187,7 @@ TEST_CASE("several threads move and read what policies keep", "[device][rule-15]
 }
 
 TEST_CASE("two backwards at once read what one region moved", "[device][rule-15][threads]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const Tensor y = checkpoint({.policy = products()}, three_products, x).sum();
   const Tensor expected = torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true)[0].cpu();
   std::vector<Tensor> found(4);
@@ -216,7 +216,7 @@ TEST_CASE("by default a policy moves what is worth it", "[device][rule-15]") {
 }
 
 TEST_CASE("policies that are joined move as the one says that moves", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp().tanh(); };
   for (const Policy& policy :
        {products() | remat::save_ops({"aten::exp"}), remat::save_ops({"aten::exp"}) | products()}) {
@@ -227,7 +227,8 @@ TEST_CASE("policies that are joined move as the one says that moves", "[device][
 }
 
 TEST_CASE("a named parameter or argument that is there anyway is not moved", "[device][rule-15]") {
-  const Tensor w = far_leaf(at::randn({width, width})), x = far_leaf(at::randn({width, width}));
+  const Tensor w = far_leaf(at::randn({product_side, product_side})),
+               x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [&](const Tensor& t) {
     const Tensor named = remat::checkpoint_name(w.t(), "weight"),
                  argument = remat::checkpoint_name(t, "argument");
@@ -246,7 +247,7 @@ TEST_CASE("a named parameter or argument that is there anyway is not moved", "[d
 }
 
 TEST_CASE("a named argument of which the region has a copy is moved", "[device][rule-15][rule-2]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [&](const Tensor& t) {
     const Tensor argument = remat::checkpoint_name(t, "argument");
     return argument.mm(argument).sin();
@@ -262,7 +263,7 @@ TEST_CASE("a named argument of which the region has a copy is moved", "[device][
 
 TEST_CASE("what the program still has is copied before what the device does after the region",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   Tensor seen;
   const auto f = [&](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -278,7 +279,7 @@ TEST_CASE("what the program still has is copied before what the device does afte
 
 TEST_CASE("a guard around a region moves its input, and its policy what it keeps, once each",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const bool through_hooks = GENERATE(false, true);
   const Tensor plain = grad_of(three_products(x * 1), {x})[0];
   SelectiveOptions options = all();
@@ -308,7 +309,7 @@ TEST_CASE("a guard around a region moves its input, and its policy what it keeps
 
 TEST_CASE("a guard's copies hold no more of the device than asked for, and are counted",
           "[device]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const Tensor plain = grad_of(three_products(x), {x})[0];
   for (const int64_t max_bytes : {int64_t{0}, product, std::numeric_limits<int64_t>::max()}) {
     CAPTURE(max_bytes);
@@ -333,7 +334,7 @@ TEST_CASE("a guard's copies hold no more of the device than asked for, and are c
 }
 
 TEST_CASE("a recorder says what regions move, bring back and wait for", "[device][recorder]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   stand_in::set_work_time(std::chrono::milliseconds(20));
   const Recorder recorder;
   const remat::CheckpointOptions options{

@@ -24,7 +24,7 @@ using remat::SelectiveOptions;
 
 TEST_CASE("a policy in a region around moves beside the work, and back ahead of it",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto depth = GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, int64_t{100});
   CAPTURE(depth);
   const Tensor plain = grad_of(three_products(three_products(x)), {x})[0];
@@ -56,7 +56,7 @@ TEST_CASE("a policy in a region around moves beside the work, and back ahead of 
 }
 
 TEST_CASE("the host waits for no copy of a policy in a region around", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   std::vector<int64_t> queued;
   const auto f = [&](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -76,7 +76,7 @@ TEST_CASE("the host waits for no copy of a policy in a region around", "[device]
 }
 
 TEST_CASE("in a region around no more is brought back ahead than asked for", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto held_at_last_call = [&](int64_t depth) {
     int64_t held = 0;
     const auto f = [&](const Tensor& t) {
@@ -97,7 +97,7 @@ TEST_CASE("in a region around no more is brought back ahead than asked for", "[d
 
 TEST_CASE("hooks around get a moved result's bytes, and it comes back ahead unless they copy it",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const Tensor plain = grad_of(three_products(x * 1), {x})[0];
   const bool copies = GENERATE(false, true);
   CAPTURE(copies);
@@ -135,7 +135,7 @@ TEST_CASE("hooks around get a moved result's bytes, and it comes back ahead unle
 TEST_CASE("what a policy moves goes on to the file of tiers around it, if it passes their hooks",
           "[device][tiers][rule-15]") {
   const Folder folder;
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const Tensor plain = grad_of(three_products(x * 1), {x})[0];
   SelectiveOptions options = all();
   options.save_through_hooks = true;
@@ -160,7 +160,7 @@ TEST_CASE("what a policy moves goes on to the file of tiers around it, if it pas
 
 TEST_CASE("a region that compares contents compares those of what is moved inside",
           "[device][rule-10][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   Tensor factor = at::ones({}).to(stand_in::device());
   const auto f = [&](const Tensor& t) { return (t * factor.detach()).mm(t).sin().exp(); };
   const auto inner = [&](const Tensor& t) { return checkpoint({.policy = products()}, f, t); };
@@ -175,7 +175,7 @@ TEST_CASE("a region that compares contents compares those of what is moved insid
 
 TEST_CASE("a save_region that writes to what is moved in a region around is not overlooked",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [](const Tensor& t) {
     const Tensor h = t.mm(t);
     const Tensor more = remat::save_region(
@@ -196,7 +196,7 @@ TEST_CASE("a save_region that writes to what is moved in a region around is not 
 
 TEST_CASE("what a region around does with a moved result afterwards changes nothing",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto product_of = [](const Tensor& t) { return t.mm(t); };
   const auto plain = [&](const Tensor& t) { return product_of(t.sin()).add_(1).exp().sin(); };
   const auto f = [&](const Tensor& t) {
@@ -210,7 +210,7 @@ TEST_CASE("what a region around does with a moved result afterwards changes noth
 
 TEST_CASE("a policy moves on a thread that the function of a region around starts",
           "[device][rule-15][threads]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto inner = [&](const Tensor& t) {
     return checkpoint({.policy = products()}, three_products, t);
   };
@@ -231,7 +231,7 @@ TEST_CASE("a policy moves on a thread that the function of a region around start
 }
 
 TEST_CASE("a copy that fails in a region around loses nothing", "[device][rule-15][faults]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto answer =
       GENERATE(CheckpointPolicy::PreferCpuOffload, CheckpointPolicy::MustCpuOffload);
   const Tensor plain = grad_of(three_products(x), {x})[0];
@@ -261,11 +261,11 @@ TEST_CASE("an expanded value that has moved comes back expanded", "[device][rule
   // What was changed in place is kept itself, else the call that made it.
   const bool is_changed = GENERATE(false, true);
   CAPTURE(is_changed);
-  const Tensor x = far_leaf(at::randn({width})), w = far_leaf(at::randn({width, 9}));
+  const Tensor x = far_leaf(at::randn({product_side})), w = far_leaf(at::randn({product_side, 9}));
   const auto f = [is_changed](const Tensor& t, const Tensor& w) {
     Tensor made = t.exp();
     if (is_changed) made = made.mul(2).add_(1);
-    const Tensor wide = remat::checkpoint_name(made.unsqueeze(1).expand({width, 9}), "wide");
+    const Tensor wide = remat::checkpoint_name(made.unsqueeze(1).expand({product_side, 9}), "wide");
     return (wide * w).sin();
   };
   const Tensors plain = grad_of(f(x * 1, w), {x, w});

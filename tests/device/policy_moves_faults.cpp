@@ -32,7 +32,7 @@ struct TripledProduct : torch::autograd::Function<TripledProduct> {
 }  // namespace
 
 TEST_CASE("a kernel of a Function's own may write to what a policy moves", "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [](const Tensor& t) { return TripledProduct::apply(t).sin().exp(); };
   const Tensor y = checkpoint({.policy = products()}, f, x);
   require_same(grad_of(y, {x})[0], grad_of(f(x), {x})[0]);
@@ -40,7 +40,7 @@ TEST_CASE("a kernel of a Function's own may write to what a policy moves", "[dev
 
 TEST_CASE("a save_region that writes to what a policy moved is not overlooked",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
   const auto f = [](const Tensor& t) {
     const Tensor h = t.mm(t);
     const Tensor more = remat::save_region(
@@ -61,7 +61,7 @@ TEST_CASE("a save_region that writes to what a policy moved is not overlooked",
 }
 
 TEST_CASE("a copy of a policy's that fails loses nothing", "[device][rule-15][faults]") {
-  const Tensor values = at::randn({width, width}).div_(width);
+  const Tensor values = at::randn({product_side, product_side}).div_(product_side);
   const Tensor x = far_leaf(values);
   const Tensor plain = grad_of(three_products(x), {x})[0];
   const int64_t before = stand_in::live_bytes();
@@ -91,7 +91,7 @@ TEST_CASE("a copy of a policy's that fails loses nothing", "[device][rule-15][fa
 }
 
 TEST_CASE("a copy back that fails is made again, or by the next try", "[device][rule-15][faults]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto depth = GENERATE(int64_t{0}, int64_t{2});
   CAPTURE(depth);
   const Tensor plain = grad_of(three_products(x), {x})[0];

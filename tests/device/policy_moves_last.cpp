@@ -18,7 +18,7 @@ using remat::RegionReport;
 
 TEST_CASE("the results that backward asks for first stay on the device, those of the last region",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const int64_t keep_last = GENERATE(0, 1, 2, 3, 4, 7, 9, 100);
   const int64_t depth = GENERATE(0, 2);
   CAPTURE(keep_last, depth);
@@ -72,7 +72,7 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
 
 TEST_CASE("what the program holds is none of the last, and moves when it is let go of",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   std::vector<Tensor> held;
   const auto f = [&](const Tensor& t) {
     const Tensor h = t.mm(t);
@@ -98,7 +98,7 @@ TEST_CASE("what the program holds is none of the last, and moves when it is let 
 
 TEST_CASE("a result that stays and is written to after its region is noticed",
           "[device][rule-15]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const bool allows = GENERATE(false, true);
   Tensor seen;
   const auto f = [&](const Tensor& t) {
@@ -121,7 +121,7 @@ TEST_CASE("a result that stays and is written to after its region is noticed",
 
 TEST_CASE("a result that stayed and cannot be moved later is an error where it has to move",
           "[device][rule-15][faults]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
   const Tensor plain = grad_of(f(f(x)), {x})[0];
   const bool must = GENERATE(false, true);
@@ -154,7 +154,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
 }
 
 TEST_CASE("a forward that throws leaves nothing of what stayed", "[device][rule-15][rule-12]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const remat::CheckpointOptions options{.policy = products(all({.keep_last = 2}))};
   const int64_t before = stand_in::live_bytes();
   CHECK_THROWS_WITH(checkpoint(
@@ -173,11 +173,11 @@ TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
           "[device][rule-15]") {
   // As linear of a batch does with the product and the bias: through a tensor with a version of its
   // own.
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width)),
-               w = far_leaf(at::randn({width, width}).div_(width)),
-               b = far_leaf(at::randn({width}));
+  const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side)),
+               w = far_leaf(at::randn({product_side, product_side}).div_(product_side)),
+               b = far_leaf(at::randn({product_side}));
   const auto f = [&](const Tensor& t) {
-    return at::_unsafe_view(t.mm(w), {width, width}).add_(b).sin().exp();
+    return at::_unsafe_view(t.mm(w), {product_side, product_side}).add_(b).sin().exp();
   };
   const Tensors plain = grad_of(f(f(x)), {x, w, b});
   const int64_t keep_last = GENERATE(0, 1);

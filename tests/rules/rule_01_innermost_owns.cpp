@@ -6,7 +6,7 @@
 namespace {
 
 TEST_CASE("what a region saves is dropped, and only its result stays", "[rule-1]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   auto f = [](const Tensor& t) { return t.sin().sin().sin(); };
   {
     LiveBytes bytes;
@@ -124,7 +124,7 @@ TEST_CASE("slots whose output was given up after forward are skipped but keep th
 
 TEST_CASE("a recompute runs no further than the last slot that is still alive",
           "[rule-1][rule-5]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   const Tensors plain = grad_of(x.sin(), {x});
   KernelCounter kernels;
   auto [sine, exponential] = remat::checkpoint(
@@ -143,7 +143,7 @@ TEST_CASE("a recompute runs no further than the last slot that is still alive",
 }
 
 TEST_CASE("a region whose slots all died is gone", "[rule-1][rule-13]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls calls;
   Tensor y = remat::checkpoint(counted(calls, [](const Tensor& t) { return t.sin() + t; }), x);
   REQUIRE(remat::counters().frames_alive == 1);

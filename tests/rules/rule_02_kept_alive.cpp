@@ -17,7 +17,7 @@ namespace {
 // ---- what an input keeps alive ----------------------------------------------------------------
 
 TEST_CASE("a region keeps its input's bytes but not the graph above it", "[rule-2]") {
-  const Tensor x = leaf({side, side}), w = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side}), w = leaf({tensor_side, tensor_side});
   LiveBytes bytes;
   Tensor h = x.exp();
   const WeakGraph above(Tensors{h});
@@ -64,7 +64,7 @@ struct Opaque {
 /// [bytes] held after forward by four regions in one, each fed through `wrap`; checks the grads.
 template <class Wrap, class Unwrap>
 int64_t held_by_nested(Wrap wrap, Unwrap unwrap, int64_t expected_calls = 2) {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls outer_calls;
   auto chain = [&](Tensor t, bool nest) {
     for (int i = 0; i < 4; ++i) {

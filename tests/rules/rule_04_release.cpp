@@ -29,14 +29,14 @@ TEST_CASE("each recomputed tensor is released when its node has read it", "[rule
   CAPTURE(retain_graph, early_stop);
   const remat::EarlyStopGuard guard(early_stop);
   Tensors weights;
-  for (int i = 0; i < steps; ++i) weights.push_back(leaf({side, side}));
-  const Tensor x = leaf({side, side});
+  for (int i = 0; i < steps; ++i) weights.push_back(leaf({tensor_side, tensor_side}));
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls calls;
   auto f = counted(calls, [&](Tensor t) {
     for (const Tensor& w : weights) t = t * w;
     return t;
   });
-  const Tensor outer = at::ones({side, side});
+  const Tensor outer = at::ones({tensor_side, tensor_side});
   f(x).backward(outer);
   Tensors plain{x.grad()};
   for (const Tensor& w : weights) plain.push_back(w.grad());
@@ -59,7 +59,7 @@ TEST_CASE("each recomputed tensor is released when its node has read it", "[rule
 TEST_CASE("recomputed bytes fall while a backward proceeds", "[rule-4]") {
   std::vector<int64_t> alive;
   std::function<void()> note = [&] { alive.push_back(remat::counters().recomputed_bytes_alive); };
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls calls;
   auto f = counted(calls, [&](Tensor t) {
     for (int i = 0; i < 4; ++i) t = InBackward::apply(t.sin(), &note);
@@ -77,7 +77,7 @@ TEST_CASE("recomputed bytes fall while a backward proceeds", "[rule-4]") {
 
 TEST_CASE("after a backward that retains the graph nothing is kept, and the next one recomputes",
           "[rule-4]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls calls;
   const Tensor y =
       remat::checkpoint(counted(calls, [](const Tensor& t) { return t.sin().exp().cos(); }), x);
@@ -95,7 +95,7 @@ TEST_CASE("after a backward that retains the graph nothing is kept, and the next
 }
 
 TEST_CASE("what a partial backward did not need is dropped at its end", "[rule-4]") {
-  const Tensor a = leaf({side, side}), b = leaf({side, side});
+  const Tensor a = leaf({tensor_side, tensor_side}), b = leaf({tensor_side, tensor_side});
   auto f = [](const Tensor& s, const Tensor& t) { return s.sin().exp() * t.cos().exp(); };
   const Tensors plain = grad_of(f(a, b), {a, b});
   Calls calls;
@@ -124,7 +124,7 @@ TEST_CASE("what a partial backward did not need is dropped at its end", "[rule-4
 
 TEST_CASE("what was recomputed for a part of the graph that dies meanwhile is freed at once",
           "[rule-4]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Tensor a, b;
   std::vector<int64_t> alive;
   std::function<void()> let_go = [&] {
@@ -149,7 +149,7 @@ TEST_CASE("what a region's function holds goes when backward has read all that i
   const Alive alive;
   std::vector<int64_t> counts;
   std::function<void()> note = [&] { counts.push_back(alive.count()); };
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   const Tensor y =
       remat::checkpoint([probe = alive.probe()](const Tensor& t) { return t.sin().exp(); },
                         InBackward::apply(x, &note));
@@ -161,7 +161,7 @@ TEST_CASE("what a region's function holds goes when backward has read all that i
 
 TEST_CASE("a hundred partial gradients on a retained graph leave the bytes flat", "[rule-4]") {
   Tensors leaves;
-  for (int i = 0; i < 5; ++i) leaves.push_back(leaf({side, side}));
+  for (int i = 0; i < 5; ++i) leaves.push_back(leaf({tensor_side, tensor_side}));
   auto f = [](Tensors t) {
     Tensor h = t[0].sin();
     for (size_t i = 1; i < t.size(); ++i) h = h * t[i].exp();
@@ -190,7 +190,7 @@ TEST_CASE("a backward that fails half way drops what it recomputed", "[rule-4][r
     alive_at_failure = remat::counters().recomputed_bytes_alive;
     if (fails) throw Broken("in backward");
   };
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   auto f = [&](const Tensor& t) {
     return InBackward::apply(t.sin().exp(), &maybe_fail).cos().sin();
   };
@@ -206,7 +206,7 @@ TEST_CASE("a backward that fails half way drops what it recomputed", "[rule-4][r
 }
 
 TEST_CASE("a nested region's recomputed tensors are dropped like its parent's", "[rule-4]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   auto inner = [](const Tensor& t) { return t.sin().exp().cos(); };
   Calls calls;
   const Tensor y = remat::checkpoint(counted(calls,

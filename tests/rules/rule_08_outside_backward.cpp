@@ -7,7 +7,7 @@
 namespace {
 
 TEST_CASE("each read outside backward recomputes for itself and keeps nothing", "[rule-8]") {
-  const Tensor x = leaf({side, side});
+  const Tensor x = leaf({tensor_side, tensor_side});
   Calls calls;
   Counted done;
   const Tensor y =

@@ -44,7 +44,7 @@ class FaultAt {
   static inline std::atomic<int64_t> next_{0}, index_{-1};
 };
 
-struct SavesOutput : torch::autograd::Function<SavesOutput> {
+struct SavesInputAndOutput : torch::autograd::Function<SavesInputAndOutput> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
     const Tensor y = x.exp();
     ctx->save_for_backward({x, y});
@@ -66,7 +66,7 @@ std::pair<Tensor, Tensor> eventful(const Tensor& x, const Tensor& w) {
     }
     h = (h * noise + t).clone();
     h.narrow(0, 0, 2).sin_();
-    return SavesOutput::apply(h * 0.1);
+    return SavesInputAndOutput::apply(h * 0.1);
   };
   return remat::checkpoint(
       [inner](const Tensor& t) {

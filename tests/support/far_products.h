@@ -5,8 +5,9 @@
 
 namespace remat::testing {
 
-inline constexpr int64_t width = 16;
-inline constexpr int64_t product = width * width * 4;  ///< bytes of a float matrix (width, width)
+inline constexpr int64_t product_side = 16;
+inline constexpr int64_t product =
+    product_side * product_side * 4;  ///< bytes of a float matrix (product_side, product_side)
 
 /// `options` that move results of any size.
 inline SelectiveOptions all(SelectiveOptions options = {}) {

@@ -7,8 +7,9 @@
 
 namespace remat::testing {
 
-inline constexpr int64_t side = 256;
-inline constexpr int64_t tensor_bytes = side * side * 4;  ///< of one float tensor (side, side)
+inline constexpr int64_t tensor_side = 256;
+inline constexpr int64_t tensor_bytes =
+    tensor_side * tensor_side * 4;  ///< of one float tensor (tensor_side, tensor_side)
 
 /// Elements for which a stop is worth its throw; below a few thousand a tail may run to its end.
 inline constexpr int64_t large = 1'000'000;

@@ -32,7 +32,8 @@ has_header() { $CXX -E -x c++ -include "$1" /dev/null >/dev/null 2>&1; }
 known() { have pkg-config && pkg-config --exists "$1"; }
 
 # What Debian has and this machine lacks, in one apt-get. Where that cannot be: without the compiler and Python
-# there is nothing to do; Meson and Ninja come from pip, fmt and Catch2 from Meson wraps, the rest is optional.
+# there is nothing to do; Meson and Ninja come from pip, fmt, nlohmann-json, xxHash and Catch2 from
+# Meson wraps, the rest is optional.
 set_up_tools() {
   local missing=()
   have "${CXX%% *}" || missing+=(g++)
@@ -41,6 +42,8 @@ set_up_tools() {
   have meson || meson_is_new .venv/bin/meson || missing+=(meson)
   have ninja || missing+=(ninja-build)
   known 'fmt >= 9' || missing+=(libfmt-dev)
+  known 'nlohmann_json >= 3.11' || missing+=(nlohmann-json3-dev)
+  known 'libxxhash >= 0.8' || missing+=(libxxhash-dev)
   known catch2 || missing+=(catch2)
   have ccache || missing+=(ccache)
   have cmake || missing+=(cmake)        # the install test builds one program with it
@@ -57,10 +60,10 @@ set_up_tools() {
   compiles_cxx20 || fail "$CXX is missing or too old: g++ 12 or newer (or clang with C++20) is needed. CXX names another."
   have python3 || fail "python3 is needed."
 
-  if ! known 'fmt >= 9' || ! known catch2; then
-    if ! ls -d subprojects/{fmt,catch2}/ >/dev/null 2>&1; then
-      have git || fail "fmt or Catch2 is not installed, and to fetch it git is needed."
-      say "fmt or Catch2 is not installed: Meson fetches it with git (a few MB) into subprojects/."
+  if ! known 'fmt >= 9' || ! known 'nlohmann_json >= 3.11' || ! known 'libxxhash >= 0.8' || ! known catch2; then
+    if ! ls -d subprojects/{fmt,nlohmann_json,xxhash,catch2}/ >/dev/null 2>&1; then
+      have git || fail "fmt, nlohmann-json, xxHash or Catch2 is not installed, and to fetch it git is needed."
+      say "fmt, nlohmann-json, xxHash or Catch2 is not installed: Meson fetches it with git (a few MB) into subprojects/."
     fi
   fi
   have meson && meson_is_new meson || [[ -x .venv/bin/meson ]] ||

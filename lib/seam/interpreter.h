@@ -1,5 +1,6 @@
 #pragma once
-// Hooks into Python's own interpreter, once our dispatch mode is one of its objects.
+// Stands in for the Python interpreter of our entries and of our dispatch mode, or hooks into
+// Python's own.
 //
 // Note [A mode that is Python's]
 // A mode has an interpreter, and LibTorch hands an operator to the interpreter of the topmost mode.
@@ -18,6 +19,10 @@
 #include <c10/core/impl/PyInterpreter.h>
 
 namespace remat::seam {
+
+/// Returns the interpreter that all entries share. It is never destroyed, since entries may outlive
+/// static destruction.
+c10::impl::PyInterpreter* interpreter();
 
 /// Redirects operators that LibTorch hands to `python` to us if the topmost mode is ours. Any
 /// thread.

@@ -1,6 +1,4 @@
-// Filler: compares a saved tensor with forward's.
-
-#include "lib/frame/filler.h"
+#include "lib/frame/slot_comparer.h"
 
 #include <ATen/SequenceNumber.h>
 #include <fmt/format.h>
@@ -16,6 +14,70 @@
 #include "lib/tensor/graph_walk.h"
 
 namespace remat {
+
+GivenCounters::GivenCounters(const std::vector<at::Tensor>& inputs) {
+  for (const at::Tensor& each : inputs)
+    if (each.defined())
+      all_.push_back({known_storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
+  if (all_.size() > 1)
+    std::sort(all_.begin(), all_.end(),
+              [](const Given& a, const Given& b) { return std::less<>()(a.storage, b.storage); });
+}
+
+c10::ArrayRef<GivenCounters::Given> GivenCounters::with(const c10::StorageImpl* storage) const {
+  const auto first = std::lower_bound(
+      all_.begin(), all_.end(), storage,
+      [](const Given& a, const c10::StorageImpl* b) { return std::less<>()(a.storage, b); });
+  auto last = first;
+  while (last != all_.end() && last->storage == storage) ++last;
+  return {first, last};
+}
+
+bool GivenCounters::has(const c10::StorageImpl* storage,
+                        const c10::VariableVersion& counter) const {
+  const auto given = with(storage);
+  return std::any_of(given.begin(), given.end(), [&](const Given& each) {
+    return seam::is_same_counter(each.counter, counter);
+  });
+}
+
+bool GivenCounters::has(const CapturedOperand& operand) const {
+  const auto object = operand.object.lock();
+  const c10::StorageImpl* const storage =
+      object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
+  return has(storage, operand.counter);
+}
+
+SlotComparer::SlotComparer(const Region& region, const Slots& slots, const Progress& progress,
+                           const std::vector<at::Tensor>& inputs)
+    : region_(region), slots_(slots), progress_(progress), given_(inputs) {
+  if (region.options.debug) log_.emplace();
+}
+
+void SlotComparer::begin(SavedNow& now) {
+  if (replay_ != nullptr) replay_->check_saved(now.tensor);
+  now.operator_number = at::sequence_number::peek();
+  if (!differences_.metadata.empty() && !log_) name_operators(now.tensor);
+  if (!pending_.empty()) compare_pending(now.operator_number, /*is_end=*/now.input != nullptr);
+  follows_ = may_follow_ && now.input == nullptr && now.operator_number == operator_before_;
+  may_follow_ = now.input == nullptr;
+  operator_before_ = now.operator_number;
+}
+
+void SlotComparer::end(const SavedNow& now, bool is_made_inside) {
+  if (now.input != nullptr) compare_pending(0, /*is_end=*/true);
+  if (operands_ != nullptr && differences_.operands.empty() &&
+      std::this_thread::get_id() == owner_ && operands_->made(now.judged(), is_made_inside))
+    note_operands();
+}
+
+void SlotComparer::note_beyond(const SavedNow& now) {
+  if (!first_beyond_)
+    first_beyond_ =
+        Difference{{now.position, "(none)", TensorMetadata(now.tensor, false).text(), {}, {}},
+                   {},
+                   TensorIdentity::of(now.judged())};
+}
 
 // Note [Another tensor in its place]
 // A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves.
@@ -43,14 +105,13 @@ static bool is_object(const at::Tensor* tensor, const WeakTensor& object) {
 // Another leaf in the place of a leaf may have been made inside. A result that existed before the
 // recompute was not made inside, and forward had a leaf: the captured variable has been assigned
 // another tensor since, as fast weights are.
-bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
+bool SlotComparer::is_older_result(const Slot& slot, const at::Tensor& judged) const {
   const Provenance& then = slot.provenance;
   if (then.origin != Origin::Leaf || then.leaf.expired() || std::this_thread::get_id() != owner_)
     return false;
   const at::Tensor& root = seam::viewed(judged);
   return seam::node_of(root) != nullptr && !is_built_since(start_, root) &&
-         !is_object(leaf_behind(judged), then.leaf) &&
-         inputs_with(known_storage_of(judged)).empty();
+         !is_object(leaf_behind(judged), then.leaf) && !given_.has(known_storage_of(judged));
 }
 
 // Note [Another leaf]
@@ -81,14 +142,15 @@ static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {
   return !is_same_memory && content_hash(before) != content_hash(now);
 }
 
-bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
-  if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
+bool SlotComparer::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
+  if (region_.options.capture_check != CaptureCheck::Raise || !progress_.is_forward_over())
+    return false;
   if (is_older_result(slot, judged)) return true;
   if (is_other_leaf(slot.provenance,
                     judged))  // hooks may give back a different argument
     return !is_vouched(judged) &&
            (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
-           inputs_with(known_storage_of(judged)).empty();
+           !given_.has(known_storage_of(judged));
   if (!is_changed(slot.provenance, judged)) return false;
   if (is_vouched(judged) &&
       slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
@@ -100,49 +162,52 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
   if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
-  const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
-  const auto given = inputs_with(known_storage_of(judged));
-  return std::none_of(given.begin(), given.end(), [&](const GivenInput& each) {
-    return is_replaced_by_copy || seam::is_same_counter(each.counter, counter);
-  });
+  return is_replaced_by_copy ? !given_.has(known_storage_of(judged)) : !given_.has(judged);
 }
 
-Difference Filler::difference(int64_t position, const Slot& slot, const at::Tensor& judged,
-                              std::string forward, std::string now) const {
-  CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
+Difference SlotComparer::difference(const Slot& slot, const SavedNow& now, std::string forward_text,
+                                    std::string now_text) const {
+  Difference made{{now.position, std::move(forward_text), std::move(now_text), {}, {}},
+                  SlotIdentity(slot),
+                  TensorIdentity::of(now.judged()),
+                  now.input == nullptr ? now.operator_number : 0};
   if (log_) {
     const RegionExtras& extras = *region_.extras;
-    m.forward_op = extras.forward_log.at(extras.saved_by.at(at_position(position)));
+    made.mismatch.forward_op = extras.forward_log.at(extras.saved_by.at(at_position(now.position)));
+    made.mismatch.recompute_op = log_->at(log_->size() - 1);
   }
-  return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged)};
+  return made;
 }
 
-void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved,
-                     const at::Tensor* origin) {
-  const at::Tensor& judged = origin != nullptr ? *origin : saved;
-  const auto difference_here = [&](std::string forward, std::string now) {
-    Difference made = difference(position, slot, judged, std::move(forward), std::move(now));
-    if (log_) made.mismatch.recompute_op = log_->at(log_->size() - 1);
-    made.recompute_operator = origin == nullptr ? at::sequence_number::peek() : 0;
-    return made;
-  };
-  if (is_changed_capture(slot, judged)) {
-    differences_.captures.push_back(difference_here(
-        slot.metadata.text() + fmt::format(", version {}", slot.provenance.version),
-        TensorMetadata(saved, slot.metadata.has_strides()).text() +
-            fmt::format(", version {}{}", judged._version(),
-                        known_storage_of(judged) == slot.provenance.storage._unsafe_get_target()
-                            ? ""
-                            : ", other storage")));
-    if (is_other_leaf(slot.provenance, judged)) differences_.other_leaves.push_back(position);
-    if (is_replaced(slot.provenance, judged) && !slot.is_older)
-      differences_.replaced.push_back(position);
-  }
-  for (const auto& check : region_.checks())
-    if (check->replaces_metadata()) return;
-  if (region_.options.determinism_check == DeterminismCheck::None) return;
-  const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
-  if (slot.metadata.describes(saved) && is_same_place) return;
+void SlotComparer::compare(const Slot& slot, const SavedNow& now) {
+  if (is_changed_capture(slot, now.judged())) note_capture(slot, now);
+  compare_metadata(slot, now);
+  const std::string* const note = slots_.note_of(now.position);
+  if (note == nullptr) return;
+  // Detached, since the recompute's graph may be freed before the contents are compared.
+  pending_.push_back({now.position, now.operator_number, now.tensor.detach(),
+                      seam::version_of(now.tensor), TensorIdentity::of(now.tensor), *note});
+}
+
+void SlotComparer::note_capture(const Slot& slot, const SavedNow& now) {
+  const at::Tensor& judged = now.judged();
+  const Provenance& then = slot.provenance;
+  const bool has_storage = known_storage_of(judged) == then.storage._unsafe_get_target();
+  differences_.captures.push_back(
+      difference(slot, now, fmt::format("{}, version {}", slot.metadata.text(), then.version),
+                 fmt::format("{}, version {}{}",
+                             TensorMetadata(now.tensor, slot.metadata.has_strides()).text(),
+                             judged._version(), has_storage ? "" : ", other storage")));
+  if (is_other_leaf(then, judged)) differences_.other_leaves.push_back(now.position);
+  if (is_replaced(then, judged) && !slot.is_older) differences_.replaced.push_back(now.position);
+}
+
+void SlotComparer::compare_metadata(const Slot& slot, const SavedNow& now) {
+  if (region_.options.determinism_check == DeterminismCheck::None ||
+      (region_.check() != nullptr && region_.check()->replaces_metadata()))
+    return;
+  const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, now.judged());
+  if (slot.metadata.describes(now.tensor) && is_same_place) return;
   const auto text = [&](const TensorMetadata& metadata, bool requires_grad, bool follows) {
     return metadata.text() +
            (is_same_place   ? ""
@@ -153,12 +218,12 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                                      : ", the first of its operator");
   };
   differences_.metadata.push_back(
-      difference_here(text(slot.metadata, slot.has_edge, slot.follows),
-                      text(TensorMetadata(saved, slot.metadata.has_strides()),
-                           has_raw_gradient_edge(judged), follows_)));
+      difference(slot, now, text(slot.metadata, slot.has_edge, slot.follows),
+                 text(TensorMetadata(now.tensor, slot.metadata.has_strides()),
+                      has_raw_gradient_edge(now.judged()), follows_)));
 }
 
-void Filler::note_operands() {
+void SlotComparer::note_operands() {
   for (const auto& [tensor, text] : operands_->new_state())
     differences_.operands.push_back({{-1, "another tensor, or none", text, {}, {}}, {}, tensor});
   differences_.has_new_state = !operands_->new_state().empty();
@@ -185,7 +250,7 @@ void Filler::note_operands() {
 // The node of an operator that saves cannot be reached from here, but it can be reached from
 // tensors that later operators save of its result. The last operator gets no name, since nothing
 // later saves its result.
-void Filler::name_operators(const at::Tensor& saved) {
+void SlotComparer::name_operators(const at::Tensor& saved) {
   constexpr std::size_t max_named = 5;  // as many as an error lists
   const std::size_t num = std::min(differences_.metadata.size(), max_named);
   for (std::size_t i = 0; i < num; ++i) {
@@ -198,12 +263,13 @@ void Filler::name_operators(const at::Tensor& saved) {
   }
 }
 
-std::optional<Difference> Filler::take_parting() {
+std::optional<Difference> SlotComparer::take_parting() {
   if (first_beyond_) return std::move(first_beyond_);
-  if (!view_.is_settled || num_seen_ >= num_slots_) return std::nullopt;
+  const int64_t position = progress_.num_seen;
+  if (!progress_.is_forward_over() || position >= progress_.num_slots()) return std::nullopt;
   std::optional<Difference> missing;
-  slots_.with_slot(num_seen_, view_.is_settled, [&](const Slot& slot) {
-    missing = Difference{{num_seen_, slot.metadata.text(), "(none)", {}, {}}, SlotIdentity(slot)};
+  slots_.with_slot(position, /*is_settled=*/true, [&](const Slot& slot) {
+    missing = Difference{{position, slot.metadata.text(), "(none)", {}, {}}, SlotIdentity(slot)};
   });
   return missing;
 }
@@ -213,33 +279,29 @@ std::optional<Difference> Filler::take_parting() {
 // or another thread still held it. It looks captured, and the recompute makes another one. Once the
 // recompute has unwound, its values alone own a tensor that it made; a tensor held by an outside
 // variable has more owners.
-Differences Filler::take_differences() {
+Differences SlotComparer::take_differences(RecomputedValues& values) {
   for (const int64_t position : differences_.replaced)
-    if (values_.owns_alone(position)) differences_.clear_capture(position);
+    if (values.owns_alone(position)) differences_.clear_capture(position);
   return std::move(differences_);
 }
 
-void Filler::compare_pending(uint64_t next_operator, bool is_end) {
+void SlotComparer::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
+  const TensorCheck* const check = region_.check();
   for (const Pending& each : std::exchange(pending_, {})) {
     if (seam::version_of(each.tensor) != each.version) continue;
-    for (const NoteOfSlot& then : each.in_forward) {
-      std::string now =
-          then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
-      if (then.check == nullptr ? now == then.text : then.check->agrees(then.text, now)) continue;
-      if (then.check == nullptr) {
-        has_other_numbers_ = true;
-        continue;
-      }
-      if (differences_.check == nullptr) differences_.check = then.check;
-      if (differences_.check != then.check) continue;
-      SlotIdentity slot_identity;
-      slots_.with_slot(each.position, view_.is_settled,
-                       [&](const Slot& slot) { slot_identity = SlotIdentity(slot); });
-      auto [then_text, now_text] = then.check->texts(then.text, now);
+    const std::string now =
+        check == nullptr ? text_of_contents(each.tensor) : check->note(each.tensor);
+    if (check == nullptr) {
+      differences_.has_other_numbers |= now != each.in_forward;
+    } else if (!check->agrees(each.in_forward, now)) {
+      SlotIdentity identity;
+      slots_.with_slot(each.position, progress_.is_forward_over(),
+                       [&](const Slot& slot) { identity = SlotIdentity(slot); });
+      auto [then_text, now_text] = check->texts(each.in_forward, now);
       differences_.contents.push_back(
           {{each.position, std::move(then_text), std::move(now_text), {}, {}},
-           std::move(slot_identity),
+           std::move(identity),
            each.identity});
     }
   }

@@ -1,0 +1,175 @@
+"""Selective contexts of torch.utils.checkpoint as native policies, where these do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import sys
+import threading
+import types
+from typing import Any, Callable, Optional
+
+import torch
+import torch.utils.checkpoint as upstream
+
+from ._policy import CheckpointPolicy, Policy, save_ops
+from ._remat import PolicyContext
+
+_create_contexts = upstream.create_selective_checkpoint_contexts
+asks_functions = threading.Event()
+"""Set: policy functions that do not look at results run as native policies."""
+
+# The policy function that upstream makes of a list is known by its code; the list is in its closure.
+_code_of_lists = next(
+    constant
+    for constant in _create_contexts.__code__.co_consts
+    if getattr(constant, "co_name", "") == "policy_fn"
+)
+_policies: dict[tuple[Any, ...], Optional[Policy]] = {}
+
+
+def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
+    """The native policy that keeps these operators; None where it would not do the same as upstream's modes."""
+    if type(ops) is not list:
+        return None
+    key = (bool(allow_mutation), *ops)
+    if key in _policies:
+        return _policies[key]
+    policy = None
+    if all(type(op) is torch._ops.OpOverload for op in ops):
+        policy = save_ops(ops, allow_cache_entry_mutation=bool(allow_mutation))
+    if len(_policies) > 1000:
+        _policies.clear()
+    _policies[key] = policy
+    return policy
+
+
+# Note [Policy functions]
+# Upstream asks a policy function when the operator has run, and shows it what came out (`op_output`); the library
+# asks before, so that what is let go of need not be held. A function that could look at the result therefore runs in
+# upstream's modes. Which can is read off its code: one of Python's, in which the context is used for nothing but
+# `is_recompute`, and never handed on. All else that it is given is the same: the operator, and its arguments as
+# torch hands them to a dispatch mode. What it is not asked about are operators that only pass a value on (`alias`,
+# `lift_fresh`, beside `detach`), casts of leaves that autocast caches, as those are made once a scope, and operators
+# of regions inside, which have policies of their own. All that decides what is kept, and no gradient.
+# Nor is it asked about operators of higher order, which upstream's modes may keep the results of. Of those a program
+# runs `flex_attention` without a compiler around it, so where that was imported functions run in upstream's modes.
+
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"))
+
+
+@functools.lru_cache(maxsize=1000)
+def _looks_at_results(code: types.CodeType, position: int) -> bool:
+    """Whether a function may use its argument at `position`, a context of upstream's, for more than `is_recompute`."""
+    if position >= code.co_argcount or code.co_flags & _SUSPENDS:
+        return True
+    name = code.co_varnames[position]
+    if name in code.co_cellvars or not _FRAMES.isdisjoint(code.co_names):
+        return True
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
+    for this, following in zip(instructions, instructions[1:]):
+        names = this.argval if isinstance(this.argval, tuple) else (this.argval,)
+        if name not in names or "FAST" not in this.opname:
+            continue
+        is_attribute = following.opname == "LOAD_ATTR" and following.argval == "is_recompute"
+        if len(names) > 1 or not this.opname.startswith("LOAD_FAST") or not is_attribute:
+            return True
+    return False
+
+
+def _may_be_asked_before(function: Any) -> bool:
+    """See Note [Policy functions]."""
+    if not asks_functions.is_set() or "torch.nn.attention.flex_attention" in sys.modules:
+        return False
+    position = 0
+    while True:
+        if type(function) is functools.partial:
+            position += len(function.args)
+            function = function.func
+        elif type(function) is types.MethodType:
+            position += 1
+            function = function.__func__
+        else:
+            break
+    return type(function) is types.FunctionType and not _looks_at_results(function.__code__, position)
+
+
+class _Asking:
+    """A policy function of upstream's as the library asks it; and the context around forward, after which nobody asks
+    any more: a graph shall not keep the function, which may keep tensors of the graph."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function: Optional[Callable[..., Any]] = function
+
+    def __call__(self, question: PolicyContext) -> Any:
+        if question.name or self.function is None:  # names are remat's own
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        args, kwargs = question._call_of()
+        context = upstream.SelectiveCheckpointContext(is_recompute=False)
+        answer = self.function(context, question.op, *args, **kwargs)
+        return answer if isinstance(answer, (bool, CheckpointPolicy)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def __enter__(self) -> _Asking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.function = None
+
+
+def _native(function_or_ops: Any, allow_mutation: bool) -> Optional[tuple[Any, Any, Any]]:
+    """(policy, forward context, recompute context) that do the same as upstream's modes; None if there are none."""
+    if callable(function_or_ops):
+        if not _may_be_asked_before(function_or_ops):
+            return None
+        asking = _Asking(function_or_ops)
+        return Policy(asking, allow_cache_entry_mutation=allow_mutation), asking, None
+    policy = _policy_of(function_or_ops, allow_mutation)
+    return None if policy is None else (policy, None, None)
+
+
+def _source_of(forward: Any, recompute: Any) -> Any:
+    """The list or the function that upstream's two modes were made of, or None."""
+    if (
+        type(forward) is not upstream._CachingTorchDispatchMode
+        or type(recompute) is not upstream._CachedTorchDispatchMode
+        or forward.storage is not recompute.storage
+        or forward.storage
+    ):
+        return None
+    function = forward.policy_fn
+    if getattr(function, "__code__", None) is not _code_of_lists:
+        return function
+    return function.__closure__[function.__code__.co_freevars.index("policy_fn_or_list")].cell_contents
+
+
+def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """(policy, forward context, recompute context) of a region; None for what it does not have."""
+    if type(context_fn) is functools.partial and context_fn.func is _create_contexts:
+        found = _native_of_partial(context_fn)
+        if found is not None:
+            return found
+    forward, recompute = context_fn()
+    source = _source_of(forward, recompute)
+    if source is not None:
+        found = _native(source, bool(recompute.allow_cache_entry_mutation))
+        if found is not None:
+            return found
+    if type(forward) is contextlib.nullcontext:
+        forward = None
+    if type(recompute) is contextlib.nullcontext:
+        recompute = None
+    return None, forward, recompute
+
+
+def _native_of_partial(context_fn: functools.partial[Any]) -> Optional[tuple[Any, Any, Any]]:
+    args, keywords = context_fn.args, context_fn.keywords
+    if len(args) == 1 and list(keywords) in ([], ["allow_cache_entry_mutation"]):
+        return _native(args[0], bool(keywords.get("allow_cache_entry_mutation")))
+    if len(args) == 2 and not keywords:
+        return _native(args[0], bool(args[1]))
+    return None
