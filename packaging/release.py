@@ -48,10 +48,16 @@ def clone():
     call("git", "clone", "--quiet", ROOT, TREE)
 
 
+def of_root(member):
+    member.uid = member.gid = 0
+    member.uname = member.gname = "root"
+    return member
+
+
 def pack(folder, name):
     """An archive of a folder, of the folder's name."""
     with tarfile.open(DIST / f"{name}.tar.xz", "w:xz") as archive:
-        archive.add(folder, name, filter=lambda each: each.replace(uid=0, gid=0, uname="root", gname="root"))
+        archive.add(folder, name, filter=of_root)
 
 
 def sources(name):
