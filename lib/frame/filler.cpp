@@ -86,7 +86,6 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
   // The signal is not thrown again: a function that retries until nothing is thrown could reach a
   // C++ Function that forward never ran, of which it is unknown whether it saves its own output.
   if (has_stopped_) return true;
-  if (replay_ != nullptr) replay_->check_saved(saved);
   if (!differences_.metadata.empty() && !log_) name_operators(saved);
   const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();

@@ -77,7 +77,6 @@ struct CallRecord {
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;
-  bool has_placeholders() const;
 };
 
 struct CallRecordDeleter {

@@ -24,9 +24,6 @@ namespace remat {
 
 namespace {
 
-constexpr std::string_view placeholder_text =
-    "remat: the data of a kept result were read that nothing seemed to need";
-
 constexpr std::string_view dropped_text =
     "remat: the data of a kept result were read that a region around has let go of";
 
@@ -35,15 +32,6 @@ FrameScope* frame_of(detail::Scope* scope) {
   if (scope == nullptr || !scope->has(detail::Ability::Region)) return nullptr;
   auto* const region = static_cast<detail::RegionScope*>(scope);
   return region->is_save_region ? nullptr : static_cast<FrameScope*>(region);
-}
-
-/// Returns whether storage, sizes and keys describe a tensor completely.
-bool can_be_taken_apart(const at::Tensor& value) {
-  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
-  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
-         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
-         !impl.has_symbolic_sizes_strides() && !seam::has_names(impl) &&
-         !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
 }  // namespace
@@ -107,7 +95,6 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   if (!is_defined_) return;
   if (storage_ != nullptr) {
     device_ = storage_->device();
-    storage_bytes_ = storage_->nbytes();
     num_bytes_ = static_cast<int64_t>(value.nbytes());
   }
   if (can_be_taken_apart(value)) {
@@ -144,7 +131,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   }
   if (!is_copy_) tensor_ = value.tensor_data();
   if (tensor_.is_inference() || !may_meet_hooks) return;
-  const bool is_to_be_dropped = is_placeholder(tensor_);
+  const bool is_to_be_dropped = seam::has_storage_without_data(tensor_);
   save(value, region, hooks);
   if (!is_to_be_dropped || saved_->has_hooks()) return;
   // No hook drops it, for example on a thread that merely inherited the enclosing region.
@@ -169,8 +156,7 @@ void KeptTensor::save(const at::Tensor& value, const detail::Scope& region,
 }
 
 bool KeptTensor::is_changed() const {
-  return was_changed_ || (is_defined_ && !is_placeholder() && counter_.enabled() &&
-                          counter_.current_version() != version_);
+  return was_changed_ || (counter_.enabled() && counter_.current_version() != version_);
 }
 
 TensorIdentity KeptTensor::identity() const {
@@ -234,10 +220,6 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* l
 
 at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
   if (!is_defined_) return {};
-  if (is_placeholder()) {
-    return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text),
-                 metadata_->offset);
-  }
   // `saved_` checks the same: the value was written to after the check for changes.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
               "remat: a kept value was changed in place while a recompute read it");
@@ -265,14 +247,6 @@ at::Tensor KeptTensor::restore(const at::Tensor& fetched, std::optional<Load>* l
   return is_copy_ ? moved_back(fetched, load) : fetched.tensor_data();
 }
 
-std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
-  if (!metadata_ || is_placeholder() || will_be_read || is_changed()) return std::nullopt;
-  is_placeholder_ = true;
-  counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_),
-                 std::move(moved_), std::move(late_)};
-}
-
 KeptTensor::Unfinished KeptTensor::end_forward() {
   const auto twin = twin_.lock();
   if (twin != nullptr) twin->settle();
@@ -284,19 +258,17 @@ KeptTensor::Unfinished KeptTensor::end_forward() {
   return {is_written_to || has_to_move_ ? moved : nullptr, is_written_to};
 }
 
-bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
-  return seam::has_storage_without_data(tensor);
-}
-
 bool KeptTensor::can_be_moved(const at::Tensor& value) {
   return value.layout() == c10::kStrided && !value.is_nested() && value.has_storage() &&
          !value.is_meta() && !value.is_quantized();
 }
 
-bool KeptTensor::can_be_placeholder(const at::Tensor& tensor) { return can_be_taken_apart(tensor); }
-
-bool KeptTensor::is_placeholder_error(const std::exception& error) {
-  return std::string_view(error.what()).find(placeholder_text) != std::string_view::npos;
+bool KeptTensor::can_be_taken_apart(const at::Tensor& value) {
+  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
+         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
+         !impl.has_symbolic_sizes_strides() && !seam::has_names(impl) &&
+         !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
 }  // namespace remat

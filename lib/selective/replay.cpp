@@ -116,11 +116,9 @@ void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
     });
 }
 
-int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
-  if (has_placeholders_)
-    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
   return count(op).call;
 }
 
@@ -138,22 +136,9 @@ bool Replay::is_handed_out(const at::Tensor& tensor) const {
          std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end();
 }
 
-void Replay::check_saved(const at::Tensor& saved) {
-  if (KeptTensor::is_placeholder(saved)) has_read_placeholder_ = true;
-}
-
-bool Replay::finish(const std::exception_ptr& thrown) {
-  try {
-    if (thrown != nullptr) std::rethrow_exception(thrown);
-    if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
-  } catch (const std::exception& error) {
-    if (KeptTensor::is_placeholder_error(error)) has_read_placeholder_ = true;
-    if (!has_read_placeholder_) throw;
-  } catch (...) {
-    if (!has_read_placeholder_) throw;
-  }
-  if (has_read_placeholder_) selection_.run_placeholders_for_real();
-  return !has_read_placeholder_;
+void Replay::finish(const std::exception_ptr& thrown) {
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
 }
 
 void Replay::skip(const DrawSkips& draws) {
@@ -185,7 +170,6 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
     std::vector<at::Tensor>& tensors = restored[i];
     for (std::size_t j = 0; j < tensors.size(); ++j) {
       const KeptTensor& each = kept.tensors[j];
-      has_placeholders_ = has_placeholders_ || each.is_placeholder();
       sources_.add(tensors[j], {op, counted.call, output++, false});
       if (const auto* storage = storage_of(tensors[j])) handed_out_.push_back(storage);
     }
@@ -202,11 +186,6 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
                           Counted counted) {
   const OpTraits& traits = traits_of(op);
   const auto arguments = arguments_of(op, stack);
-  if (has_placeholders_ && !traits.is_view)
-    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
-  // On other threads the read throws an error, which the engine passes on
-  // (KeptTensor::is_placeholder_error).
-  if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
       if (is_handed_out(tensor))
@@ -290,7 +269,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
         fmt::format("forward made {} calls of it and kept results, this one has no kept result",
                     known->calls.size()));
   }
-  if (!wants_kept || (selection_.runs_placeholders() && record->has_placeholders())) {
+  if (!wants_kept) {
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);

@@ -3,7 +3,6 @@
 
 #include <c10/util/SmallVector.h>
 
-#include <atomic>
 #include <mutex>
 #include <string>
 #include <typeinfo>
@@ -47,12 +46,11 @@ class Replay final : public KeptReplay, public OperatorHandler {
 
   // Functions of KeptReplay.
   OperatorHandler* operators() override { return this; }
-  void check_saved(const at::Tensor& saved) override;
   bool is_copy(const c10::StorageImpl* storage) const override;
   void check_backward(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) override;
   void end() override { roles_.clear(); }
-  bool finish(const std::exception_ptr& thrown) override;
+  void finish(const std::exception_ptr& thrown) override;
 
  private:
   struct Counted {
@@ -109,8 +107,6 @@ class Replay final : public KeptReplay, public OperatorHandler {
   StorageSet copies_;
   bool looks_ = false;  ///< whether it handles operators
   std::size_t next_pin_ = 0;
-  bool has_placeholders_ = false;
-  std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
 };
 

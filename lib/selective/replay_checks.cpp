@@ -30,8 +30,7 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
   const auto made = sources_.find(now);
-  const bool has_same_contents =
-      !then.contents || KeptTensor::is_placeholder(now) || *then.contents == content_hash(now);
+  const bool has_same_contents = !then.contents || *then.contents == content_hash(now);
   const bool is_origin_known = !then.source || then.source->is_known;
   if (is_origin_known && then.source && made) {
     const bool is_same = made->source == *then.source && made->num_changes == then.num_changes;

@@ -115,6 +115,7 @@ void Selection::slot_added(const at::Tensor& saved, int64_t position) {
   note_read(storage_of(saved));
   if (rule_ == nullptr) return;
   num_inside_.fetch_add(1, std::memory_order_relaxed);
+  calls_at_last_save_ = record_.sequence.size();
   const auto index = static_cast<std::size_t>(position);
   if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
   slot_sources_[index] = sources_.find(saved);

@@ -42,9 +42,6 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Returns whether any result may be kept later, after other operators have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   const KeptRecord& record() const { return record_; }
-  /// Makes recomputes run the calls with placeholders from now on, since a placeholder was read.
-  void run_placeholders_for_real() { runs_placeholders_ = true; }
-  bool runs_placeholders() const { return runs_placeholders_; }
   /// Begins the loads for a recompute. `behind_hooks`: the largest number of its twins.
   void begin_loads(uint64_t behind_hooks) const {
     if (moves_) moves_->begin_loads(behind_hooks);
@@ -90,7 +87,6 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Objects that are released under the lock and freed after it: declare it before the lock.
   struct Freed {
     std::vector<c10::SmallVector<KeptResult, 1>> results;
-    std::vector<KeptTensor::Holders> holders;
     std::vector<at::Tensor> held;
     std::vector<CallRecordPtr> records;
   };
@@ -131,6 +127,7 @@ class Selection final : public Keeper, public OperatorHandler {
   KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
   bool is_alive_anyway(const at::Tensor& value) const;
   void end_forward(std::vector<KeptTensor::Unfinished>& unfinished);
+  void let_go_of_unread(Freed& freed);
   bool sees_writers(const detail::RegionScope& region) const;
   detail::HooksAround hooks() const;
 
@@ -141,10 +138,10 @@ class Selection final : public Keeper, public OperatorHandler {
   KeptRecord record_;
   /// Number of slots, pins and backwards so far, which a recompute must reach again.
   std::atomic<int64_t> num_inside_{0};
-  std::atomic<bool> runs_placeholders_{false};
   // Members for the time while the forward runs:
   ValueSources sources_;                   // queried by settle_provenance
   std::vector<ResultIndex> kept_results_;  // by the number in a storage's notes
+  std::size_t calls_at_last_save_ = 0;     // of all operators
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::vector<ResultIndex> holding_;  // calls with results held for names
   /// The policy's answer in a recorded region, and why it could not be followed (null if it was).

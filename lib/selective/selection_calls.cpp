@@ -27,7 +27,7 @@ void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
     const bool may_be_filled = !each.source || each.source->is_factory;
     if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
         tensor.layout() == c10::kStrided && !tensor.is_nested() &&
-        tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_placeholder(tensor))
+        tensor.nbytes() <= max_compared_bytes)
       each.contents = content_hash(tensor);
   });
 }

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <exception>
 #include <string_view>
@@ -36,17 +37,7 @@ void Selection::settle() {
 void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
   Freed freed;
   std::lock_guard<SpinLock> lock(record_.mutex);
-  // The read of a placeholder ends the recompute by an exception, which cannot leave a noexcept
-  // function.
-  const bool may_have_placeholders = frame_.region().body->can_be_stopped();
-  sources_.visit([&](const ValueSources::Notes& notes) {
-    if (notes.kept == ValueSources::Notes::not_kept) return;
-    const ResultIndex& place = kept_results_[notes.kept];
-    KeptTensor& kept =
-        record_.operators[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
-    if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
-      freed.holders.push_back(std::move(*holders));
-  });
+  let_go_of_unread(freed);
   kept_results_ = {};  // clear() would keep the room
   sources_.clear();
   slot_sources_.clear();
@@ -66,6 +57,28 @@ void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
       }
     }
   record_.is_settled = true;
+}
+
+/// Releases the results of calls after the last saved tensor that no later call reads, unless that
+/// is kept. A recompute stops before such a call; one that does not stop there runs it again.
+void Selection::let_go_of_unread(Freed& freed) {
+  const Region& region = frame_.region();
+  if (!region.options.early_stop || !region.body->can_be_stopped()) return;
+  std::vector<uint32_t> call_after;
+  for (const OpRecord& op : record_.operators)
+    call_after.push_back(static_cast<uint32_t>(op.calls.size()));
+  for (std::size_t i = record_.sequence.size(); i-- > calls_at_last_save_;) {
+    const uint32_t op = record_.sequence[i], number = --call_after[op];
+    const CallRecord* const call = record_.operators[op].calls[number].get();
+    if (call == nullptr || !call->is_kept || call->is_applied) continue;
+    const bool is_read = std::any_of(call->kept.begin(), call->kept.end(), [&](const auto& each) {
+      return std::any_of(each.tensors.begin(), each.tensors.end(), [&](const KeptTensor& tensor) {
+        const ValueSources::Notes* const notes = sources_.notes_of(tensor.storage());
+        return notes != nullptr && notes->is_read;
+      });
+    });
+    if (!is_read) let_go({op, number, 0, 0}, freed);
+  }
 }
 
 void Selection::add_to(recording::RegionSums& sums) const {
@@ -88,9 +101,8 @@ void Selection::add_to(recording::RegionSums& sums) const {
       decided.outcome = is_moved ? "moved" : "kept";
       if (is_late) decided.reason += ", when it is not among the last";
       if (!is_keeping(each.answer)) decided.reason = "a name";
-      if (decided.bytes == 0) decided.reason += ", nobody reads it";
     } else if (is_keeping(each.answer)) {
-      decided.reason += each.against == nullptr ? ", but it is written to, or cannot be given again"
+      decided.reason += each.against == nullptr ? ", but nothing reads it, it is written to, or it cannot be given again"
                                                 : fmt::format(", but it {}", each.against);
     }
     sums.decisions.push_back(std::move(decided));

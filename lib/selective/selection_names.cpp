@@ -88,7 +88,7 @@ void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
       each.dtype = tensor.scalar_type();
       // A tensor with its elements elsewhere (nested tensors, Python wrappers) cannot be rebuilt
       // from these parts: the value with the name is kept instead of its call.
-      if (!KeptTensor::can_be_placeholder(tensor)) return;
+      if (!KeptTensor::can_be_taken_apart(tensor)) return;
       each.storage = weak_storage_of(tensor);
       each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
       each.strides.assign(tensor.strides().begin(), tensor.strides().end());
