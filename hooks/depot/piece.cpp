@@ -114,12 +114,6 @@ void Piece::finish_store_once() {
   is_store_finished_ = true;
 }
 
-at::Tensor Piece::host_memory() const {
-  const Unseen unseen;
-  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
-  return host == nullptr ? at::Tensor() : host->host_memory();
-}
-
 void Piece::set_must_arrive(bool must) const {
   if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->set_must_arrive(must);
 }
@@ -133,13 +127,6 @@ bool Piece::is_source_alive() const {
   const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
   const std::size_t num_own = host != nullptr && host->holds_original() ? 1 : 0;
   return source_.use_count() > num_own;
-}
-
-void Piece::wait_for_host() const {
-  const Unseen unseen;
-  const WaitForThread waiting;
-  if (const auto* const host = dynamic_cast<const HostContents*>(contents_.get()))
-    host->bytes_on_host();
 }
 
 bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,

@@ -41,11 +41,6 @@ class Piece {
   void set_must_arrive(bool must) const;
   /// Throws if the contents must arrive and are known to have failed.
   void check_arrival() const;
-  /// Returns the CPU memory of the copy, or an undefined tensor if there is none. The bytes may not
-  /// have arrived yet.
-  at::Tensor host_memory() const;
-  /// Waits until the bytes of `host_memory` have arrived.
-  void wait_for_host() const;
   /// Sets the order in which reads of this piece begin the loads of others.
   void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
   /// Sets the batch until whose end no code writes to the original.
@@ -59,8 +54,6 @@ class Piece {
   /// Returns whether the original has an owner besides a running copy.
   bool is_source_alive() const;
   c10::Device device() const { return device_; }
-  /// Returns the position in the order of storing.
-  uint64_t number() const { return number_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
   bool is_stored_late() const { return is_stored_late_; }

@@ -47,10 +47,8 @@ std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside, 
   return piece;
 }
 
-void KeptMoves::begin_loads(uint64_t behind_hooks) const {
-  const uint64_t last = std::max(behind_hooks, num_moved_ == 0 ? 0 : number_of(0));
-  if (last == 0) return;
-  depot()->begin_loads_before(last + 1);
+void KeptMoves::begin_loads() const {
+  if (num_moved_ > 0) depot()->begin_loads_before(number_of(0) + 1);
 }
 
 }  // namespace remat

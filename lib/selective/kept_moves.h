@@ -31,7 +31,7 @@
 // to.
 //
 // Enclosing hooks. In another region, or with `save_through_hooks`, kept results are saved through
-// the enclosing hooks, which need a tensor: Note [Twins].
+// the enclosing hooks, which need a tensor: they get a plain copy (Note [Kept values]).
 
 #include <ATen/core/Tensor.h>
 
@@ -64,9 +64,8 @@ class KeptMoves {
   /// Moves the tensors that are no longer among the last. Throws if a tensor that has to move
   /// cannot.
   void move_excess();
-  /// Begins the first loads of a recompute on this thread. `behind_hooks`: the largest number of
-  /// the twins that it has fetched through hooks.
-  void begin_loads(uint64_t behind_hooks) const;
+  /// Begins the first loads of a recompute on this thread.
+  void begin_loads() const;
   /// Returns the time [ns] that threads have spent on moves.
   int64_t spent_ns() const { return spent_ns_; }
 

@@ -23,7 +23,6 @@ enum class KeptWhere {
   OnCpu  ///< if the tensor cannot move, that is an error
 };
 
-class HostTwin;        // lib/selective/host_twin.h
 class KeptMoves;       // lib/selective/kept_moves.h
 class Piece;           // hooks/depot/piece.h
 class SavedElsewhere;  // hooks/depot/depot.h
@@ -43,10 +42,11 @@ struct KeptPlace {
 /// input: through the hooks of that region, whose forward drops it (Rule 2). It is saved through
 /// other hooks on request.
 ///
-/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. The
-/// hooks get its twin: Note [Twins]. A value that stays for now, since it is among the last, also
-/// counts as a copy; but a write to it is noticed as long as it lives. A failed copy leaves the
-/// value in place, or is an error if it must move.
+/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. A value
+/// that stays for now, since it is among the last, also counts as a copy; but a write to it is
+/// noticed as long as it lives. A failed copy leaves the value in place, or is an error if it must
+/// move. Hooks get a copy that the program has waited for, and loading that copy is waited for, too.
+/// There a failed copy is an error: an enclosing region expects the value on one device in each run.
 class KeptTensor {
  public:
   KeptTensor() = default;
@@ -108,11 +108,8 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage, int64_t offset) const;
-  void move(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
-            const KeptPlace& place);
-  bool move_plain(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
-                  const KeptPlace& place);
-  void save(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks);
+  void move(const at::Tensor& value, bool meets_hooks, const KeptPlace& place);
+  bool move_to_depot(const at::Tensor& value, const KeptPlace& place);
   void note_version(const at::Tensor& value);
   at::Tensor moved_back(const at::Tensor& copy, std::optional<Load>* load) const;
 
@@ -123,7 +120,6 @@ class KeptTensor {
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< if hooks may apply
   std::shared_ptr<Piece> moved_;                           ///< its whole memory, on the CPU
   std::shared_ptr<SavedElsewhere> late_;                   ///< like `moved_`, or still in place
-  std::weak_ptr<HostTwin> twin_;                           ///< the twin that the hooks got
   std::optional<Metadata> metadata_;  ///< empty if it cannot be rebuilt from its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;

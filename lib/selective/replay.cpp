@@ -11,7 +11,6 @@
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
 #include "lib/seam/variable_hooks.h"
-#include "lib/selective/host_twin.h"
 
 namespace remat {
 
@@ -36,12 +35,8 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     });
   }
-  uint64_t last = 0;  // largest number of a twin, in the order of moving
-  for (const KeptTensor* each : behind_hooks) {
-    const at::Tensor& fetched = fetched_.emplace(each, each->fetch()).first->second;
-    if (const auto twin = HostTwin::of(fetched)) last = std::max(last, twin->piece().number());
-  }
-  selection_.begin_loads(last);
+  for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->fetch());
+  selection_.begin_loads();
 }
 
 at::Tensor Replay::restore(const KeptTensor& kept) {
@@ -55,13 +50,6 @@ at::Tensor Replay::restore(const KeptTensor& kept) {
 
 at::Tensor Replay::moved_back(const KeptTensor& kept) {
   const auto found = fetched_.find(&kept);
-  if (found != fetched_.end())
-    if (const auto twin = HostTwin::of(found->second); twin != nullptr && twin->is_changed())
-      fail(
-          CheckpointError::Kind::SelectiveMutation,
-          "a result that a policy moves to the CPU was changed in place while it was copied",
-          "an in-place operator that does not belong to the region, as in save_region, wrote to it",
-          "keep another result, or use the operator that does not write in place");
   const auto restored = [&](std::optional<KeptTensor::Load>* load) {
     return found == fetched_.end() ? kept.restore(load) : kept.restore(found->second, load);
   };

@@ -100,8 +100,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::vector<uint32_t> sequence_;
   ValueSources sources_;
   KeptGradients roles_;
-  /// Twins or values that came through hooks. They are fetched before the function runs: autograd
-  /// is off while an operator is handled, and the enclosing region could not recompute there.
+  /// Values that came through hooks. They are fetched before the function runs: autograd is off
+  /// while an operator is handled, and the enclosing region could not recompute there.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
   StorageSet copies_;

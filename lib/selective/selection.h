@@ -42,9 +42,9 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Returns whether any result may be kept later, after other operators have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   const KeptRecord& record() const { return record_; }
-  /// Begins the loads for a recompute. `behind_hooks`: the largest number of its twins.
-  void begin_loads(uint64_t behind_hooks) const {
-    if (moves_) moves_->begin_loads(behind_hooks);
+  /// Begins the loads for a recompute.
+  void begin_loads() const {
+    if (moves_) moves_->begin_loads();
   }
 
   // Functions for pins in forward, by number.
