@@ -15,10 +15,10 @@
 #include "lib/base/slab.h"
 #include "lib/base/spin_lock.h"
 #include "lib/selective/call_record.h"
-#include "lib/selective/kept_gradients.h"
 #include "lib/selective/kept_tensor.h"
 #include "lib/selective/value_sources.h"
 #include "lib/state/surroundings.h"
+#include "lib/tensor/graph_walk.h"
 
 namespace remat {
 
@@ -29,14 +29,13 @@ struct PinRecord {
     KeptTensor tensor;
     GradRole role;
     std::optional<ValueSources::Made> made{};
-    KeptHistory history{};
+    bool had_hooks = false;  ///< when it was kept; for results of save_region
   };
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
   DrawSkips draws;
   std::vector<std::any> states;  ///< states of the region's providers after save_region's function
-  std::vector<WeakTensor> leaves;  ///< leaves to which gradients of the values lead
   bool is_name = false;  ///< a pin of checkpoint_name: the recompute's own value may replace it
 };
 

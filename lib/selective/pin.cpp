@@ -98,10 +98,8 @@ struct SavedRegion::Impl {
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
-  std::vector<at::Tensor> read;      // in a recompute: the arguments
-  std::vector<GradientPlace> known;  // in forward: where gradients of the arguments go
+  std::vector<at::Tensor> read;  // in a recompute: the arguments
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // those of the arguments
-  RegionStart start = RegionStart::here();
   std::shared_ptr<SaveRegionScope> scope;
   const PinRecord* kept = nullptr;
 };
@@ -125,7 +123,6 @@ SavedRegion::SavedRegion(const std::type_info& type,
     impl_->number = selection.begin_pin();
     impl_->marks = region->frame().surroundings().marks();
     visit_arguments([this](at::Tensor& tensor) {
-      impl_->known.push_back(GradientPlace::of(tensor));
       if (!tensor.defined() || tensor.is_inference()) return;
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       impl_->versions.emplace_back(counter, counter.current_version());
@@ -166,18 +163,13 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
   if (const UserState* const state = impl_->region->frame().surroundings().user_state())
     kept->states = state->states_now();
-  // A recompute has the region's arguments, also those that the function captured.
-  impl_->region->frame().inputs().visit_edges(
-      [this](const GradientPlace& place, bool) { impl_->known.push_back(place); });
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.tensor_was_read(value);
-    // The owners are the function's result and `value`.
-    constexpr std::size_t num_owners = 2;
-    kept->values.back().history =
-        history_of(value, num_owners, impl_->known, impl_->start, kept->leaves);
+    kept->values.back().had_hooks =
+        value.defined() && has_gradient_edge(value) && !torch::autograd::impl::hooks(value).empty();
   });
   kept->emptied = std::move(emptied);
   selection.keep_pin(impl_->number, std::move(kept));

@@ -335,21 +335,13 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
   return pin;
 }
 
-std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
-                                          const std::vector<at::Tensor>& read) {
+std::vector<at::Tensor> Replay::values_of(const PinRecord& pin, std::vector<at::Tensor> sources) {
   const seam::OnlyNodeWatch unwatched(nullptr);  // kept values do not depend on changed operands
-  std::vector<at::Tensor> values, sources = given_;
-  bool is_open = false;  // a leaf that no longer exists was the function's own
-  for (const WeakTensor& each : pin.leaves)
-    if (auto leaf = each.lock())
-      sources.emplace_back(std::move(leaf));
-    else
-      is_open = true;
+  sources.insert(sources.end(), given_.begin(), given_.end());
+  std::vector<at::Tensor> values;
   for (const PinRecord::Value& each : pin.values) {
-    KeptHistory history = each.history;
-    history.is_open |= is_open;
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined() ? roles_.give(value, each.role, history, read, sources)
+    values.push_back(value.defined() ? roles_.give(value, each.role, each.had_hooks, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) sources_.add(values.back(), each.made->source, each.made->num_changes);

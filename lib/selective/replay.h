@@ -31,9 +31,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// replaces a kept value that was changed in place, if the policy allows that and `named` is
   /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
-  /// Returns the values of a pin. `read`: the present arguments of the pin, to which the values'
-  /// history leads.
-  std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);
+  /// Returns the values of a pin. `sources`: the present arguments of the pin.
+  std::vector<at::Tensor> values_of(const PinRecord& pin, std::vector<at::Tensor> sources);
 
   // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,

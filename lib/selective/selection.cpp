@@ -199,7 +199,6 @@ void Selection::keep_itself(const at::Tensor& value, int64_t number,
   itself->type = &typeid(at::Tensor);
   itself->is_name = is_name;
   itself->values.push_back(keep_value(value, number, 0, region, place));
-  itself->values.back().history.is_argument = true;
   keep_pin(number, std::move(itself));
 }
 
