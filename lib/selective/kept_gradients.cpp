@@ -45,7 +45,7 @@ struct KeptEdge final : Node {
 }  // namespace
 
 at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, bool had_hooks,
-                               const std::vector<at::Tensor>& sources) {
+                               const edge_list& sources) {
   at::Tensor kept = data.tensor_data();
   if (role == GradRole::None) return kept;
   if (role == GradRole::NoGradViewOfLeaf)
@@ -54,9 +54,7 @@ at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, bool had_h
     kept.set_requires_grad(true);
   } else {
     auto node = seam::make_node<KeptEdge>();
-    for (const at::Tensor& each : sources)
-      if (each.defined() && has_gradient_edge(each))
-        node->add_next_edge(torch::autograd::impl::gradient_edge(each));
+    node->set_next_edges(edge_list(sources));
     torch::autograd::create_gradient_edge(kept, std::move(node));
   }
   values_.push_back({torch::autograd::impl::gradient_edge(kept), had_hooks});

@@ -26,9 +26,9 @@ class KeptGradients {
  public:
   explicit KeptGradients(const Region& region) : region_(region) {}
   /// Returns an alias of `data` with the role of the original. `had_hooks`: the original had hooks
-  /// when it was kept. `sources`: tensors from which it may come.
+  /// when it was kept. `sources`: edges of tensors from which it may come.
   at::Tensor give(const at::Tensor& data, GradRole role, bool had_hooks,
-                  const std::vector<at::Tensor>& sources);
+                  const torch::autograd::edge_list& sources);
   /// Checks a backward that begins in the recompute. Throws CheckpointError if its gradients could
   /// differ.
   void check(const torch::autograd::edge_list& roots,

@@ -21,7 +21,10 @@ namespace remat {
 
 // Throws if the value cannot be copied, and then changes nothing.
 void KeptTensor::move(const at::Tensor& value, bool meets_hooks, const KeptPlace& place) {
-  if (meets_hooks || !move_to_depot(value, place)) tensor_ = value.tensor_data().to(c10::kCPU);
+  if (meets_hooks || !move_to_depot(value, place)) {
+    tensor_ = value.tensor_data().to(c10::kCPU);
+    if (place.is_beside) note_version(value);
+  }
   is_copy_ = true;
 }
 
@@ -171,9 +174,10 @@ at::Tensor KeptTensor::restore(const at::Tensor& fetched, std::optional<Load>* l
 }
 
 KeptTensor::Unfinished KeptTensor::end_forward() {
-  if (moved_ == nullptr || !counter_.enabled()) return {};
+  if (!is_copy_ || late_ != nullptr || !counter_.enabled()) return {};
   was_changed_ = is_changed();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  if (moved_ == nullptr) return {};
   const bool is_written_to = moved_->is_source_alive();
   return {is_written_to || has_to_move_ ? moved_ : nullptr, is_written_to};
 }

@@ -42,11 +42,12 @@ struct KeptPlace {
 /// input: through the hooks of that region, whose forward drops it (Rule 2). It is saved through
 /// other hooks on request.
 ///
-/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. A value
-/// that stays for now, since it is among the last, also counts as a copy; but a write to it is
-/// noticed as long as it lives. A failed copy leaves the value in place, or is an error if it must
-/// move. Hooks get a copy that the program has waited for, and loading that copy is waited for, too.
-/// There a failed copy is an error: an enclosing region expects the value on one device in each run.
+/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. A
+/// value that stays for now, since it is among the last, also counts as a copy; but a write to it
+/// is noticed as long as it lives. A failed copy leaves the value in place, or is an error if it
+/// must move. Hooks get a copy that the program has waited for, and loading that copy is waited
+/// for, too. There a failed copy is an error: an enclosing region expects the value on one device
+/// in each run.
 class KeptTensor {
  public:
   KeptTensor() = default;

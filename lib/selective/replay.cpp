@@ -14,17 +14,28 @@
 
 namespace remat {
 
-Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
+namespace {
+
+/// Makes the recompute pass over the draws of an operator that does not run.
+void skip(Frame& frame, const DrawSkips& draws) {
+  if (is_planted(Fault::KeptDraws)) return;
+  const auto logs = frame.surroundings().draw_logs();
+  detail::RegionScope* const scope = detail::innermost_region();
+  DrawSource* const source = scope == nullptr ? nullptr : scope->draws();
+  for (std::size_t i = 0; source != nullptr && i < std::min(draws.logs.size(), logs.size()); ++i)
+    if (DrawReplay* const replay = source->draw_replay(logs[i]->generator()))
+      replay->skip(draws.logs[i]);
+  DeviceRng::set(draws.others);
+}
+
+}  // namespace
+
+Replay::Replay(Frame& frame, const KeptRecord& record, Filler& filler,
                const std::vector<at::Tensor>& inputs)
-    : frame_(frame),
-      filler_(filler),
-      selection_(selection),
-      record_(selection.record()),
-      given_(inputs),
-      roles_(frame.region()) {
+    : frame_(frame), filler_(filler), record_(record), given_(inputs), roles_(frame.region()) {
   // Otherwise operators only arrive because of another region, or because forward saw them.
-  looks_ = selection_.rule() != nullptr &&
-           (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);
+  looks_ = record_.rule != nullptr &&
+           (!record_.is_settled || record_.num_kept > 0 || record_.rule->options().ask_again);
   for (std::size_t i = 0; i < inputs.size(); ++i)
     inputs_.emplace_back(memory_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
@@ -36,11 +47,21 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
     });
   }
   for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->fetch());
-  selection_.begin_loads();
 }
 
 at::Tensor Replay::restore(const KeptTensor& kept) {
-  const at::Tensor value = moved_back(kept);
+  RecordedFrame* const recorded =
+      is_recording() && kept.is_on_cpu_instead() ? frame_.recorded() : nullptr;
+  std::optional<KeptTensor::Load> load;
+  std::chrono::steady_clock::time_point begin;
+  if (recorded != nullptr) begin = std::chrono::steady_clock::now();
+  const auto found = fetched_.find(&kept);
+  at::Tensor value =
+      found == fetched_.end() ? kept.restore(&load) : kept.restore(found->second, &load);
+  if (recorded != nullptr && load) {
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
+    recorded->kept_was_loaded(load->bytes, load->was_begun, spent.count());
+  }
   if (kept.is_elsewhere()) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     copies_.add(value);
@@ -48,30 +69,9 @@ at::Tensor Replay::restore(const KeptTensor& kept) {
   return value;
 }
 
-at::Tensor Replay::moved_back(const KeptTensor& kept) {
-  const auto found = fetched_.find(&kept);
-  const auto restored = [&](std::optional<KeptTensor::Load>* load) {
-    return found == fetched_.end() ? kept.restore(load) : kept.restore(found->second, load);
-  };
-  RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
-  if (recorded == nullptr || !kept.is_on_cpu_instead()) return restored(nullptr);
-  std::optional<KeptTensor::Load> load;
-  const auto begin = std::chrono::steady_clock::now();
-  at::Tensor value = restored(&load);
-  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
-  if (load) recorded->kept_was_loaded(load->bytes, load->was_begun, spent.count());
-  return value;
-}
-
 bool Replay::is_copy(const c10::StorageImpl* storage) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return copies_.contains(storage);
-}
-
-bool Replay::is_input(const c10::StorageImpl* storage, int64_t storage_number) const {
-  return storage != nullptr && storage_number >= 0 &&
-         std::find(inputs_.begin(), inputs_.end(), std::pair(storage, storage_number)) !=
-             inputs_.end();
 }
 
 Replay::Counted Replay::count(const c10::OperatorHandle& op) {
@@ -91,19 +91,6 @@ Replay::Counted Replay::count(const c10::OperatorHandle& op) {
   return {number, counts_[index]++};
 }
 
-void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
-                          c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
-  const OpTraits& traits = traits_of(op);
-  if (traits.is_view) return;
-  uint32_t output = 0;
-  for (std::size_t i = 0; i < results.size(); ++i)
-    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
-      const ValueSource source{static_cast<uint32_t>(counted.op), counted.call, output++,
-                               traits.is_factory};
-      if (is_made_by(op, i) && !given.contain(tensor)) sources_.add(tensor, source);
-    });
-}
-
 int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
@@ -115,7 +102,11 @@ void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
   const int64_t number = record_.number_of(op);
-  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, given);
+  if (number < 0) return;
+  visit_sources(op, traits_of(op), {static_cast<uint32_t>(number), static_cast<uint32_t>(call)},
+                results, given, [this](const at::Tensor& tensor, const ValueSource& source) {
+                  sources_.add(tensor, source);
+                });
 }
 
 bool Replay::is_handed_out(const at::Tensor& tensor) const {
@@ -127,17 +118,6 @@ bool Replay::is_handed_out(const at::Tensor& tensor) const {
 void Replay::finish(const std::exception_ptr& thrown) {
   if (thrown != nullptr) std::rethrow_exception(thrown);
   if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
-}
-
-void Replay::skip(const DrawSkips& draws) {
-  if (is_planted(Fault::KeptDraws)) return;
-  const auto logs = frame_.surroundings().draw_logs();
-  detail::RegionScope* const scope = detail::innermost_region();
-  DrawSource* const source = scope == nullptr ? nullptr : scope->draws();
-  for (std::size_t i = 0; source != nullptr && i < std::min(draws.logs.size(), logs.size()); ++i)
-    if (DrawReplay* const replay = source->draw_replay(logs[i]->generator()))
-      replay->skip(draws.logs[i]);
-  DeviceRng::set(draws.others);
 }
 
 void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted) {
@@ -157,7 +137,6 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
     const KeptResult& kept = from->kept[i];
     std::vector<at::Tensor>& tensors = restored[i];
     for (std::size_t j = 0; j < tensors.size(); ++j) {
-      const KeptTensor& each = kept.tensors[j];
       sources_.add(tensors[j], {op, counted.call, output++, false});
       if (const auto* storage = storage_of(tensors[j])) handed_out_.push_back(storage);
     }
@@ -186,7 +165,11 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  note_results(op, counted, results_of(op, stack), given);
+  visit_sources(op, traits, {static_cast<uint32_t>(counted.op), counted.call},
+                results_of(op, stack), given,
+                [this](const at::Tensor& tensor, const ValueSource& source) {
+                  sources_.add(tensor, source);
+                });
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -234,7 +217,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
     record = nullptr;  // the tensor that it writes to was recomputed
-  const PolicyRule& rule = *selection_.rule();
+  const PolicyRule& rule = *record_.rule;
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
   if (rule.options().ask_again && traits.can_be_kept() && !Packing::is_under_way()) {
@@ -277,7 +260,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     lock.unlock();
     return run_for_real(op, stack, counted);
   }
-  if (record->draws != nullptr) skip(*record->draws);
+  if (record->draws != nullptr) skip(frame_, *record->draws);
   filler_.result_was_kept();
   if (record->is_applied) {  // Note [Writing to a kept result]
     taken = torch::jit::pop(stack, arguments.size() - 1);
@@ -320,7 +303,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
     if (each.tensor.is_changed()) {
       // The value is recomputed, like a call whose result was changed.
       if (named != nullptr && pin->is_name && !each.tensor.shares_version_with(*named) &&
-          selection_.rule()->options().allow_cache_entry_mutation) {
+          record_.rule->options().allow_cache_entry_mutation) {
         if (each.made && !sources_.find(*named))
           sources_.add(*named, each.made->source, each.made->num_changes);
         return nullptr;
@@ -331,13 +314,16 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
            "pin a copy of it, or use the operator that does not write in place",
            each.tensor.identity());
     }
-  skip(pin->draws);
+  skip(frame_, pin->draws);
   return pin;
 }
 
-std::vector<at::Tensor> Replay::values_of(const PinRecord& pin, std::vector<at::Tensor> sources) {
+std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
+                                          torch::autograd::edge_list sources) {
   const seam::OnlyNodeWatch unwatched(nullptr);  // kept values do not depend on changed operands
-  sources.insert(sources.end(), given_.begin(), given_.end());
+  for (const at::Tensor& each : given_)
+    if (each.defined() && has_gradient_edge(each))
+      sources.push_back(torch::autograd::impl::gradient_edge(each));
   std::vector<at::Tensor> values;
   for (const PinRecord::Value& each : pin.values) {
     const at::Tensor value = restore(each.tensor);

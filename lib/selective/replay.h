@@ -1,5 +1,5 @@
 #pragma once
-// One recompute under a Selection: answers operator calls with the results that forward kept.
+// One recompute of a region that keeps results: answers operator calls with them.
 
 #include <c10/util/SmallVector.h>
 
@@ -9,8 +9,11 @@
 #include <vector>
 
 #include "lib/frame/filler.h"
+#include "lib/frame/frame.h"
+#include "lib/frame/keeper.h"
 #include "lib/selective/kept_gradients.h"
-#include "lib/selective/selection.h"
+#include "lib/selective/kept_record.h"
+#include "lib/selective/operator_handler.h"
 #include "remat/error.h"
 
 namespace remat {
@@ -19,7 +22,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
  public:
   /// Fetches the kept values that come through hooks, which may make the enclosing region
   /// recompute. `inputs`: the region's inputs for this recompute.
-  Replay(Frame& frame, Selection& selection, Filler& filler, const std::vector<at::Tensor>& inputs);
+  Replay(Frame& frame, const KeptRecord& record, Filler& filler,
+         const std::vector<at::Tensor>& inputs);
   /// Returns the replay of a recompute's scope; null if its region keeps nothing, or this thread
   /// does not belong to it.
   static Replay* of(detail::RegionScope& recompute) {
@@ -31,8 +35,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// replaces a kept value that was changed in place, if the policy allows that and `named` is
   /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
-  /// Returns the values of a pin. `sources`: the present arguments of the pin.
-  std::vector<at::Tensor> values_of(const PinRecord& pin, std::vector<at::Tensor> sources);
+  /// Returns the values of a pin. `sources`: edges to which gradients of the values may lead.
+  std::vector<at::Tensor> values_of(const PinRecord& pin, torch::autograd::edge_list sources);
 
   // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -53,7 +57,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
 
  private:
   struct Counted {
-    int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
+    int64_t op;  ///< in the record, or in `strangers_` from `first_stranger` on
     uint32_t call;
   };
   struct Mismatch {
@@ -67,29 +71,22 @@ class Replay final : public KeptReplay, public OperatorHandler {
   const PinRecord* find_next_pin(const std::type_info& type, const at::Tensor* named);
   Counted count(const c10::OperatorHandle& op);
   void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
-  void note_results(const c10::OperatorHandle& op, Counted counted,
-                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
   /// Takes its locks itself, since it may wait for values that other threads are loading.
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
-  void skip(const DrawSkips& draws);
-  bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
   [[noreturn]] void mismatch(const c10::OperatorHandle& op, Counted counted,
                              c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,
                              const std::string& fact);
   [[noreturn]] void fail(CheckpointError::Kind kind, const std::string& fact,
                          const std::string& cause, const std::string& advice,
                          const TensorIdentity& tensor = {});
-  std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept);
-  at::Tensor moved_back(const KeptTensor& kept);
 
   Frame& frame_;
   Filler& filler_;
-  Selection& selection_;
   const KeptRecord& record_;
   mutable std::recursive_mutex mutex_;  // a backward inside may run on other threads
   const std::vector<at::Tensor> given_;

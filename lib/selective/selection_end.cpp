@@ -1,9 +1,8 @@
-// The end of a region's forward for its kept results: releases unread results, and reports to
+// The end of a region's forward for its kept results: releases the last results, and reports to
 // recorders.
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <array>
 #include <exception>
 #include <string_view>
@@ -16,7 +15,16 @@ namespace remat {
 
 void Selection::settle() {
   std::vector<KeptTensor::Unfinished> unfinished;
-  end_forward(unfinished);
+  {
+    Freed freed;
+    std::lock_guard<SpinLock> lock(record_.mutex);
+    // A recompute stops before the calls that follow the last saved tensor, or runs them again.
+    const Region& region = frame_.region();
+    if (rule_ != nullptr && region.options.early_stop && region.body->can_be_stopped())
+      record_.let_go_from(calls_at_last_save_, freed);
+    slot_sources_.clear();
+    record_.end_forward(unfinished, freed);
+  }
   std::exception_ptr failure;
   for (const auto& each : unfinished) {
     try {
@@ -34,60 +42,13 @@ void Selection::settle() {
   if (moves_) moves_->move_excess();
 }
 
-void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
-  Freed freed;
-  std::lock_guard<SpinLock> lock(record_.mutex);
-  let_go_of_unread(freed);
-  kept_results_ = {};  // clear() would keep the room
-  sources_.clear();
-  slot_sources_.clear();
-  for (OpRecord& op : record_.operators)
-    for (auto& call : op.calls) {
-      if (call == nullptr) continue;
-      if (call->is_kept) {
-        call->results.clear();
-        for (KeptResult& result : call->kept)
-          for (KeptTensor& kept : result.tensors)
-            if (auto each = kept.end_forward(); each.piece != nullptr)
-              unfinished.push_back(std::move(each));
-      } else {
-        const bool is_let_go = call->is_let_go;
-        freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
-        if (is_let_go) call->is_let_go = true;
-      }
-    }
-  record_.is_settled = true;
-}
-
-/// Releases the results of calls after the last saved tensor that no later call reads, unless that
-/// is kept. A recompute stops before such a call; one that does not stop there runs it again.
-void Selection::let_go_of_unread(Freed& freed) {
-  const Region& region = frame_.region();
-  if (!region.options.early_stop || !region.body->can_be_stopped()) return;
-  std::vector<uint32_t> call_after;
-  for (const OpRecord& op : record_.operators)
-    call_after.push_back(static_cast<uint32_t>(op.calls.size()));
-  for (std::size_t i = record_.sequence.size(); i-- > calls_at_last_save_;) {
-    const uint32_t op = record_.sequence[i], number = --call_after[op];
-    const CallRecord* const call = record_.operators[op].calls[number].get();
-    if (call == nullptr || !call->is_kept || call->is_applied) continue;
-    const bool is_read = std::any_of(call->kept.begin(), call->kept.end(), [&](const auto& each) {
-      return std::any_of(each.tensors.begin(), each.tensors.end(), [&](const KeptTensor& tensor) {
-        const ValueSources::Notes* const notes = sources_.notes_of(tensor.storage());
-        return notes != nullptr && notes->is_read;
-      });
-    });
-    if (!is_read) let_go({op, number, 0, 0}, freed);
-  }
-}
-
 void Selection::add_to(recording::RegionSums& sums) const {
   constexpr std::array<std::string_view, 6> answers{"MustSave",       "PreferSave",
                                                     "MustRecompute",  "PreferRecompute",
                                                     "MustCpuOffload", "PreferCpuOffload"};
   for (const Decision& each : decisions_) {
-    const OpRecord& op = record_.operators[each.op];
-    const CallRecord* const record = op.calls[each.call].get();
+    const OpRecord& op = record_.operators[each.call.op];
+    const CallRecord* const record = op.calls[each.call.call].get();
     recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
     decided.reason = answers[static_cast<std::size_t>(each.answer)];
     if (record != nullptr && record->is_kept) {
@@ -102,8 +63,10 @@ void Selection::add_to(recording::RegionSums& sums) const {
       if (is_late) decided.reason += ", when it is not among the last";
       if (!is_keeping(each.answer)) decided.reason = "a name";
     } else if (is_keeping(each.answer)) {
-      decided.reason += each.against == nullptr ? ", but nothing reads it, it is written to, or it cannot be given again"
-                                                : fmt::format(", but it {}", each.against);
+      decided.reason +=
+          each.against == nullptr
+              ? ", but no recompute reads it, it is written to, or it cannot be given again"
+              : fmt::format(", but it {}", each.against);
     }
     sums.decisions.push_back(std::move(decided));
   }
