@@ -303,8 +303,10 @@ TEST_CASE("a guard around a region moves its input, and its policy what it keeps
   CHECK(only_region(report).offloaded == 3);
   CHECK(only_region(report).bytes_offloaded == 3 * product);
   REQUIRE(!report.devices.empty());
-  CHECK(report.devices.front().bytes_out == 4 * product);
-  CHECK(report.devices.front().bytes_in == 4 * product);
+  // Results that are saved through hooks are copied as any tensor, and not counted here.
+  const int64_t counted = (through_hooks ? 1 : 4) * product;
+  CHECK(report.devices.front().bytes_out == counted);
+  CHECK(report.devices.front().bytes_in == counted);
 }
 
 TEST_CASE("a guard's copies hold no more of the device than asked for, and are counted",
