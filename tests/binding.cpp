@@ -293,21 +293,6 @@ TEST_CASE("every place that ends a recompute asks the binding", "[binding][rule-
     require_bit_equal(grad_of(y, {x}), grad_of(x.sin(), {x}));
     CHECK(seen.stops == 1);
   }
-  SECTION("where data are read that nobody seemed to need") {
-    const remat::Policy keep_all(
-        [](const remat::PolicyContext&) { return remat::CheckpointPolicy::MustSave; });
-    bool is_forward = true;
-    const Function f = [&](const Tensor& t) {
-      const Tensor kept = t * 2;
-      if (!is_forward) at::ones({large}).copy_(kept);
-      return kept.neg().cos();
-    };
-    const Tensor y = foreign_region(seen, {.early_stop = false, .policy = keep_all}, f, x);
-    is_forward = false;
-    require_bit_equal(grad_of(y, {x}), grad_of((x * 2).neg().cos(), {x}));
-    CHECK(seen.stops == 1);  // the next run has the data
-    CHECK(seen.runs == 2);
-  }
   SECTION("where forward waits for a backward inside") {
     const Function f = [](const Tensor& t) {
       const Tensor own = t.detach().requires_grad_();

@@ -8,7 +8,10 @@
 #include <exception>
 #include <optional>
 #include <typeinfo>
+#include <utility>
 
+#include "hooks/depot/comparable_place.h"
+#include "lib/base/byte_hash.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/on_stream.h"
 #include "lib/seam/unseen.h"
@@ -68,6 +71,14 @@ std::optional<Extent> range_of(const at::Tensor& tensor, bool keeps_bytes) {
   if (all <= limit) return Extent{0, all, own->bytes};
   if (own->end - own->begin <= limit) return own;
   return std::nullopt;
+}
+
+const char* bytes_of(const at::Tensor& tensor) {
+  return static_cast<const char*>(tensor.storage().data());
+}
+
+uint64_t hash_of(const at::Tensor& tensor, int64_t begin, int64_t end) {
+  return hash_of_bytes(bytes_of(tensor) + begin, static_cast<std::size_t>(end - begin));
 }
 
 }  // namespace
@@ -160,6 +171,7 @@ at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
 
 Depot::Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings)
     : place_(std::move(place)),
+      is_comparable_(dynamic_cast<const ComparablePlace*>(place_.get()) != nullptr),
       options_(std::move(options)),
       surroundings_(surroundings),
       order_(options_.prefetch_depth > 0 ? std::make_shared<PrefetchOrder>(
@@ -347,44 +359,71 @@ void Depot::finish_stores_before(int64_t bytes) {
   }
 }
 
+/// Returns whether the piece has the present contents of a tensor in its range.
+bool Depot::is_same(const Known& known, const Piece& piece, const at::Tensor& tensor,
+                    const MoveAs& as) const {
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled() || !seam::is_same_counter(counter, known.counter) ||
+      counter.current_version() != known.version)
+    return false;
+  if (!tensor.is_cpu()) return as.is_trusted && known.is_trusted;
+  if (static_cast<int64_t>(tensor.storage().nbytes()) < known.end) return false;
+  if (as.batch != 0 && as.batch == known.batch) return true;
+  return is_comparable_ ? piece.has_bytes_of(bytes_of(tensor) + known.begin)
+                        : hash_of(tensor, known.begin, known.end) == known.hash;
+}
+
 std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
                                         const MoveAs& as) {
   const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
   const auto kind = place_->stores_bytes() ? c10::kByte : tensor.scalar_type();
-  std::vector<std::shared_ptr<Piece>> known;  // dies after the lock, which a dying piece takes
+  std::vector<std::pair<Known, std::shared_ptr<Piece>>> known;  // dies after the lock
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = pieces_.find(source); found != pieces_.end())
-      for (const auto& each : found->second)
-        if (auto piece = each.lock()) known.push_back(std::move(piece));
+    if (const auto found = known_.find(source); found != known_.end())
+      for (const Known& each : found->second)
+        if (auto piece = each.piece.lock()) known.emplace_back(each, std::move(piece));
   }
-  for (const auto& piece : known)
-    if (piece->has(tensor, begin, end, kind, as.is_trusted, as.batch)) return piece;
+  for (const auto& [each, piece] : known)
+    if (each.kind == kind && each.begin <= begin && each.end >= end &&
+        is_same(each, *piece, tensor, as))
+      return piece;
   if (bounds_stores()) finish_stores_before(end - begin);
-  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around,
-                                       options_.totals, tensor, begin, end, kind, as.is_trusted);
+  auto piece = std::make_shared<Piece>(place_, surroundings_.around, options_.totals, tensor, begin,
+                                       end, kind);
+  // The hash is taken before the copy: a place may allow writes to the tensor meanwhile.
+  const bool is_hashed = tensor.is_cpu() && !is_comparable_;
+  Known made{piece,
+             begin,
+             end,
+             kind,
+             tensor.unsafeGetTensorImpl()->version_counter(),
+             static_cast<uint32_t>(tensor._version()),
+             as.is_trusted,
+             as.batch,
+             is_hashed ? hash_of(tensor, begin, end) : 0};
   if (!piece->begin_store(tensor)) return nullptr;
-  piece->set_batch(as.batch);
   if (order_ != nullptr) {
     const uint64_t number = as.number == 0 ? order_->next_number() : as.number;
     order_->add(number, piece);
     piece->set_order(order_, number);
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  pieces_[source].push_back(piece);
+  const auto is_gone = [](const Known& each) { return each.piece.expired(); };
+  std::vector<Known>& of_source = known_[source];
+  std::erase_if(of_source, is_gone);
+  of_source.push_back(std::move(made));
+  if (known_.size() > max_known_) {
+    std::erase_if(known_, [&](const auto& each) {
+      return std::all_of(each.second.begin(), each.second.end(), is_gone);
+    });
+    max_known_ = std::max(max_known_, 2 * known_.size());
+  }
   if (piece->is_stored_late() && bounds_stores()) {
     storing_.push_back({piece, end - begin});
     storing_bytes_ += end - begin;
   }
   return piece;
-}
-
-void Depot::forget(const Piece& piece) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = pieces_.find(piece.source());
-  if (found == pieces_.end()) return;
-  std::erase_if(found->second, [](const auto& each) { return each.expired(); });
-  if (found->second.empty()) pieces_.erase(found);
 }
 
 }  // namespace remat

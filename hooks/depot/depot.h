@@ -122,7 +122,7 @@ struct DepotSurroundings {
   PrefetchOrder::AtEndOfBackward at_end;
 };
 
-class Depot final : public std::enable_shared_from_this<Depot> {
+class Depot final {
  public:
   /// Makes a depot. Depots may share a place.
   Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
@@ -164,7 +164,6 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   }
 
  private:
-  friend class Piece;
   /// A tensor saved by an operator that may still run.
   struct Unsettled {
     std::thread::id thread;
@@ -185,20 +184,34 @@ class Depot final : public std::enable_shared_from_this<Depot> {
     uint64_t batch = 0;
   };
   void move(SavedElsewhere& saved, const MoveAs& as);
+  /// A piece, with the state of its original when the piece was made: Note [Sharing pieces].
+  struct Known {
+    std::weak_ptr<Piece> piece;
+    int64_t begin, end;  ///< in the storage [bytes]
+    c10::ScalarType kind;
+    c10::VariableVersion counter;
+    uint32_t version;
+    bool is_trusted;  ///< only in-place operators write to the original
+    uint64_t batch;   ///< until whose end no code writes to it
+    uint64_t hash;    ///< of contents on the CPU that the place cannot compare
+  };
+  bool is_same(const Known& known, const Piece& piece, const at::Tensor& tensor,
+               const MoveAs& as) const;
   std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
                                    const MoveAs& as);
-  void forget(const Piece& piece);
   bool bounds_stores() const {
     return options_.max_bytes_in_flight < std::numeric_limits<int64_t>::max();
   }
   void finish_stores_before(int64_t bytes);
 
   const std::shared_ptr<Place> place_;
+  const bool is_comparable_;  ///< by the place, on the CPU
   const DepotOptions options_;
   const DepotSurroundings surroundings_;
   const std::shared_ptr<PrefetchOrder> order_;  ///< null if no loads begin ahead
   std::mutex mutex_;                            ///< not held while a place works
-  std::unordered_map<const c10::StorageImpl*, std::vector<std::weak_ptr<Piece>>> pieces_;
+  std::unordered_map<const c10::StorageImpl*, std::vector<Known>> known_;
+  std::size_t max_known_ = 64;  ///< number of storages from which the dead ones are erased
   std::vector<Unsettled> unsettled_;
   std::atomic<bool> has_unsettled_{false};
   std::atomic<uint64_t> num_batches_{0};

@@ -7,12 +7,9 @@
 #include <exception>
 
 #include "hooks/depot/comparable_place.h"
-#include "hooks/depot/depot.h"
 #include "hooks/depot/nearer_contents.h"
 #include "hooks/host/save_on_cpu.h"
-#include "lib/base/byte_hash.h"
 #include "lib/base/waiting.h"
-#include "lib/seam/autograd_meta.h"
 #include "lib/seam/on_stream.h"
 #include "lib/seam/unseen.h"
 #include "lib/seam/warn.h"
@@ -29,27 +26,19 @@ void mark(std::optional<Ready>& ready, c10::Device device) {
 
 }  // namespace
 
-Piece::Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
-             std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin,
-             int64_t end, c10::ScalarType kind, bool is_trusted)
-    : depot_(std::move(depot)),
-      place_(std::move(place)),
+Piece::Piece(std::shared_ptr<Place> place, AroundPlace around, std::shared_ptr<MoveTotals> totals,
+             const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind)
+    : place_(std::move(place)),
       around_(around),
       totals_(std::move(totals)),
       source_(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       begin_(begin),
       end_(end),
       device_(tensor.device()),
-      kind_(kind),
-      counter_(tensor.unsafeGetTensorImpl()->version_counter()),
-      version_(static_cast<uint32_t>(tensor._version())),
-      is_trusted_(is_trusted),
-      is_comparable_(device_.is_cpu() &&
-                     dynamic_cast<const ComparablePlace*>(place_.get()) != nullptr) {}
+      kind_(kind) {}
 
 Piece::~Piece() {
   if (order_ != nullptr) order_->remove(number_);
-  if (const auto depot = depot_.lock()) depot->forget(*this);
 }
 
 void Piece::set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number) {
@@ -70,14 +59,6 @@ at::Tensor Piece::flat_view(const at::Tensor& tensor) const {
   return flat;
 }
 
-const char* Piece::bytes_of(const at::Tensor& tensor) const {
-  return static_cast<const char*>(tensor.storage().data()) + begin_;
-}
-
-uint64_t Piece::hash_of(const at::Tensor& tensor) const {
-  return hash_of_bytes(bytes_of(tensor), static_cast<std::size_t>(end_ - begin_));
-}
-
 void Piece::use_place(c10::function_ref<void()> use) const {
   const Unseen unseen;
   const TimeSpent time(totals_.get());
@@ -93,8 +74,6 @@ void Piece::use_place(c10::function_ref<void()> use) const {
 }
 
 bool Piece::begin_store(const at::Tensor& tensor) {
-  // The hash is taken before the copy: a place may allow writes to the tensor meanwhile.
-  if (device_.is_cpu() && !is_comparable_) hash_ = hash_of(tensor);
   use_place([&] { contents_ = place_->begin_store(flat_view(tensor)); });
   if (contents_ == nullptr) return false;
   is_stored_late_ = contents_->is_stored_late();
@@ -114,12 +93,6 @@ void Piece::finish_store_once() {
   is_store_finished_ = true;
 }
 
-at::Tensor Piece::host_memory() const {
-  const Unseen unseen;
-  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
-  return host == nullptr ? at::Tensor() : host->host_memory();
-}
-
 void Piece::set_must_arrive(bool must) const {
   if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->set_must_arrive(must);
 }
@@ -135,26 +108,9 @@ bool Piece::is_source_alive() const {
   return source_.use_count() > num_own;
 }
 
-void Piece::wait_for_host() const {
-  const Unseen unseen;
-  const WaitForThread waiting;
-  if (const auto* const host = dynamic_cast<const HostContents*>(contents_.get()))
-    host->bytes_on_host();
-}
-
-bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-                bool is_trusted, uint64_t batch) const {
-  if (kind != kind_ || begin < begin_ || end > end_) return false;
-  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  if (!counter.enabled() || !seam::is_same_counter(counter, counter_) ||
-      counter.current_version() != version_)
-    return false;
-  if (!tensor.is_cpu()) return is_trusted && is_trusted_;
-  if (static_cast<int64_t>(tensor.storage().nbytes()) < end_) return false;
-  if (batch != 0 && batch == batch_) return true;
-  if (!is_comparable_) return hash_of(tensor) == hash_;
+bool Piece::has_bytes_of(const char* bytes) const {
   const TimeSpent time(totals_.get());
-  return static_cast<ComparableContents&>(*contents_).has_bytes_of(bytes_of(tensor));
+  return static_cast<ComparableContents&>(*contents_).has_bytes_of(bytes);
 }
 
 bool Piece::begin_load() noexcept {

@@ -17,19 +17,15 @@
 
 namespace remat {
 
-class Depot;
-
 /// A function that calls its argument; computations of a place in that call belong to no region.
 using AroundPlace = void (*)(c10::function_ref<void()>);
 
 class Piece {
  public:
   /// Makes a piece of bytes `begin` to `end` of the tensor's storage, as elements of `kind`.
-  /// `is_trusted`: only in-place operators write to it. `totals`: may be null. `begin_store` must
-  /// be the first call.
-  Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
-        std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin, int64_t end,
-        c10::ScalarType kind, bool is_trusted);
+  /// `totals`: may be null. `begin_store` must be the first call.
+  Piece(std::shared_ptr<Place> place, AroundPlace around, std::shared_ptr<MoveTotals> totals,
+        const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind);
   ~Piece();
   Piece& operator=(Piece&&) = delete;
 
@@ -41,26 +37,15 @@ class Piece {
   void set_must_arrive(bool must) const;
   /// Throws if the contents must arrive and are known to have failed.
   void check_arrival() const;
-  /// Returns the CPU memory of the copy, or an undefined tensor if there is none. The bytes may not
-  /// have arrived yet.
-  at::Tensor host_memory() const;
-  /// Waits until the bytes of `host_memory` have arrived.
-  void wait_for_host() const;
   /// Sets the order in which reads of this piece begin the loads of others.
   void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
-  /// Sets the batch until whose end no code writes to the original.
-  void set_batch(uint64_t batch) { batch_ = batch; }
-  /// Returns whether the piece has a tensor's bytes `begin` to `end` with their present contents.
-  /// `batch`: the running batch, or 0.
-  bool has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-           bool is_trusted, uint64_t batch) const;
+  /// Returns whether `bytes` equal the contents. Call it only if the place is a ComparablePlace,
+  /// for a tensor on the CPU.
+  bool has_bytes_of(const char* bytes) const;
 
-  const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
   /// Returns whether the original has an owner besides a running copy.
   bool is_source_alive() const;
   c10::Device device() const { return device_; }
-  /// Returns the position in the order of storing.
-  uint64_t number() const { return number_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
   bool is_stored_late() const { return is_stored_late_; }
@@ -82,14 +67,11 @@ class Piece {
 
  private:
   at::Tensor flat_view(const at::Tensor& tensor) const;
-  const char* bytes_of(const at::Tensor& tensor) const;
-  uint64_t hash_of(const at::Tensor& tensor) const;
   void use_place(c10::function_ref<void()> use) const;
   void finish_store_once();
   Loaded load_or_share();
   void check_loaded(const at::Tensor& loaded) const;
 
-  const std::weak_ptr<Depot> depot_;
   const std::shared_ptr<Place> place_;  ///< dies after the contents
   const AroundPlace around_;
   const std::shared_ptr<MoveTotals> totals_;
@@ -97,12 +79,8 @@ class Piece {
   const int64_t begin_, end_;
   const c10::Device device_;
   const c10::ScalarType kind_;
-  const c10::VariableVersion counter_;
-  const uint32_t version_;
-  const bool is_trusted_;
-  const bool is_comparable_;  ///< by the place; otherwise by a hash, if on the CPU
   bool is_stored_late_ = false;
-  uint64_t hash_ = 0, number_ = 0, batch_ = 0;
+  uint64_t number_ = 0;
   std::shared_ptr<PrefetchOrder> order_;
   std::shared_ptr<StoredContents> contents_;
   std::optional<Ready> stored_;  ///< on an accelerator

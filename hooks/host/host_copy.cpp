@@ -347,6 +347,4 @@ at::Tensor HostCopy::bytes_on_host() const {
   return out_->host();
 }
 
-at::Tensor HostCopy::host_memory() const { return out_->host(); }
-
 }  // namespace remat

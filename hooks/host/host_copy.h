@@ -75,7 +75,6 @@ class HostCopy final : public HostContents {
   at::Tensor finish_load() override;
   void cancel_load() override;
   at::Tensor bytes_on_host() const override;
-  at::Tensor host_memory() const override;
   void set_must_arrive(bool must) override { must_arrive_ = must; }
   void check_arrival() override;
   bool is_store_over() const override { return job_->is_over(); }

@@ -23,7 +23,6 @@ class Pageable final : public HostContents {
   Pageable(at::Tensor host, c10::Device device) : host_(std::move(host)), device_(device) {}
   at::Tensor finish_load() override { return host_.to(device_); }
   at::Tensor bytes_on_host() const override { return host_; }
-  at::Tensor host_memory() const override { return host_; }
 
  private:
   const at::Tensor host_;
@@ -84,7 +83,6 @@ class Pinned final : public HostContents {
     copied_->synchronize();
     return host();
   }
-  at::Tensor host_memory() const override { return host(); }
   bool is_store_over() const override { return copied_->is_over(); }
   void wait_for_store() const override { copied_->synchronize(); }
 

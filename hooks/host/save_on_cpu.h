@@ -32,8 +32,6 @@ class HostContents : public StoredContents {
   /// Waits for the copy and returns the bytes, which are valid while this object lives. Any thread,
   /// also beside loads.
   virtual at::Tensor bytes_on_host() const = 0;
-  /// Returns the memory to which the bytes are copied. Does not wait.
-  virtual at::Tensor host_memory() const = 0;
   /// Sets whether a failed copy is an error of `finish_store` and `check_arrival` instead of a
   /// warning.
   virtual void set_must_arrive(bool /*must*/) {}

@@ -96,15 +96,14 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   if (recorded_ != nullptr && is_recording())
     recorded_->slot_event(recording::SlotEvent::Packed, slots_.size(),
                           TensorMetadata(saved, false).text());
-  // A value kept by a region around may be captured here. Its recompute needs the data then, not a
-  // placeholder.
+  // A value kept by a region around may be captured here, which reads its present contents.
   if (notes_.sees_operators() && region_.info.depth > 1)
     detail::visit_regions([&](detail::RegionScope& scope) {
       detail::ReadWatcher* const watcher =
           scope.region().id == region_.info.id ? nullptr : scope.reads();
       if (watcher != nullptr) watcher->tensor_was_read(saved);
     });
-  // A kept value that is still being copied to the CPU has no contents yet.
+  // A copy on the CPU of a kept value is judged as its original.
   const bool is_hashed =
       (origin == nullptr ? saved : *origin).is_cpu() && surroundings_.has_new_drawer();
   const int64_t position =

@@ -79,8 +79,7 @@ const InputCopies::Copy& InputCopies::of(const at::Tensor& tensor) {
 }
 
 at::Tensor InputCopies::copy_of(const at::Tensor& tensor) {
-  if (how_ != How::AtOnce && (tensor.is_inference() || seam::has_storage_without_data(tensor)))
-    return {};
+  if (how_ != How::AtOnce && tensor.is_inference()) return {};
   const at::NoGradGuard no_grad;
   const seam::DispatchModeOff unseen;
   const c10::InferenceMode normal(false);

@@ -23,8 +23,6 @@ class KeptReplay {
   virtual ~KeptReplay() = default;
   /// Returns the handler of the recompute's operators.
   virtual OperatorHandler* operators() = 0;
-  /// Checks a tensor that autograd saves in the recompute.
-  virtual void check_saved(const at::Tensor& saved) = 0;
   /// Checks a backward that begins in the recompute. Throws if it asks for the gradient of a kept
   /// value that the recompute cannot compute.
   virtual void check_backward(const torch::autograd::edge_list& roots,
@@ -35,11 +33,9 @@ class KeptReplay {
   /// Drops the recompute's graph, so that ownership checks see only the recomputed tensors. Call it
   /// when the function has ended.
   virtual void end() = 0;
-  /// Ends the replay of a recompute that ended by `thrown`, or normally if that is null. Returns
-  /// false if the recompute must be repeated, since data were missing that had seemed unneeded; the
-  /// next one will have them. Throws the exception that ended it, or the difference from forward,
-  /// even if the function caught that.
-  virtual bool finish(const std::exception_ptr& thrown) = 0;
+  /// Ends the replay of a recompute that ended by `thrown`, or normally if that is null. Throws the
+  /// exception that ended it, or the difference from forward, even if the function caught that.
+  virtual void finish(const std::exception_ptr& thrown) = 0;
 };
 
 /// Keeps results of one region. The region's forward reports its events to the keeper; a recompute
@@ -60,7 +56,7 @@ class Keeper : public detail::ReadWatcher {
   /// Releases results held for a possible name, as the forward is over. Call it before checking
   /// which storages are gone.
   virtual void end_naming() = 0;
-  /// Releases results that no recompute will read.
+  /// Ends the forward. Releases results that no recompute will read.
   virtual void settle() = 0;
   /// Adds the kept bytes, and where they are, to `sums`. Call it after the forward.
   virtual void add_to(recording::RegionSums& sums) const = 0;

@@ -183,7 +183,8 @@ bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
   } catch (...) {
     thrown = std::current_exception();
   }
-  return replay->finish(thrown) && is_undisturbed;
+  replay->finish(thrown);
+  return is_undisturbed;
 }
 
 /// Makes one attempt. Returns false, with no values, if it was disturbed or left a buffer otherwise

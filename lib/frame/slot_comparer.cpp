@@ -55,7 +55,6 @@ SlotComparer::SlotComparer(const Region& region, const Slots& slots, const Progr
 }
 
 void SlotComparer::begin(SavedNow& now) {
-  if (replay_ != nullptr) replay_->check_saved(now.tensor);
   now.operator_number = at::sequence_number::peek();
   if (!differences_.metadata.empty() && !log_) name_operators(now.tensor);
   if (!pending_.empty()) compare_pending(now.operator_number, /*is_end=*/now.input != nullptr);

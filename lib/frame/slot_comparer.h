@@ -74,7 +74,7 @@ class SlotComparer {
   /// Sets the watch of changed operands while the function runs; null if none has changed.
   void set_operands(ChangedOperands* operands) { operands_ = operands; }
   ChangedOperands* operands() const { return operands_; }
-  /// Sets the replay of kept results, which checks every tensor that is saved.
+  /// Sets the replay of kept results, which knows the copies of kept values.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
   const GivenCounters& given() const { return given_; }
 

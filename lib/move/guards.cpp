@@ -44,10 +44,6 @@ class ElsewhereScope final : public Scope {
     auto depot = depot_.load();
     return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
   }
-  bool leaves_alone(const at::Tensor& saved) const override {
-    const auto depot = depot_.load();
-    return depot != nullptr && !depot->moves(saved);
-  }
 
  private:
   // The spool and shared copies are released with the guard, even if a stale stack still holds this

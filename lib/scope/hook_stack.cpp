@@ -120,8 +120,9 @@ SaveAround::SaveAround(const Scope& region, HooksAround which)
     : region_(region), which_(which), outer_(std::exchange(save_around, this)) {}
 SaveAround::~SaveAround() { save_around = outer_; }
 
-ScopeAround scope_with_hooks_around(const Scope& region, HooksAround which) {
-  if (which == HooksAround::None) return {};
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
+                                                                       HooksAround which) {
+  if (which == HooksAround::None) return nullptr;
   const StackNode* const place = place_of(region);
   const StackNode* const node =
       place == nullptr || place->below == nullptr
@@ -130,14 +131,7 @@ ScopeAround scope_with_hooks_around(const Scope& region, HooksAround which) {
   const bool is_foreign =
       which == HooksAround::All &&
       (place == nullptr || place->foreign_depth > (node == nullptr ? 0 : node->foreign_depth));
-  return is_foreign || node == nullptr ? ScopeAround{nullptr, is_foreign}
-                                       : ScopeAround{node->scope, false};
-}
-
-std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
-                                                                       HooksAround which) {
-  Scope* const scope = scope_with_hooks_around(region, which).scope;
-  return scope == nullptr ? nullptr : scope->make_hooks_for(which);
+  return is_foreign || node == nullptr ? nullptr : node->scope->make_hooks_for(which);
 }
 
 bool may_meet_hooks_around(const Scope& region, HooksAround which) {

@@ -72,8 +72,6 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
-  /// Returns whether its hooks do not move such a tensor: they hold the tensor itself, or drop it.
-  virtual bool leaves_alone(const at::Tensor& /*saved*/) const { return false; }
   /// Returns its registrations for recomputes of the regions in it; for `Ability::State`.
   virtual std::shared_ptr<const UserRegistrations> registered_state() const { return nullptr; }
   /// Returns the level up to which calls in it are regions; for `Ability::Level`.
@@ -123,13 +121,6 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Sco
 
 /// Returns whether a tensor saved on behalf of such a region may reach any hook.
 bool may_meet_hooks_around(const Scope& region, HooksAround which);
-
-/// The scope whose hooks such a tensor reaches.
-struct ScopeAround {
-  Scope* scope = nullptr;   ///< null if the hooks are not ours
-  bool is_foreign = false;  ///< LibTorch's own
-};
-ScopeAround scope_with_hooks_around(const Scope& region, HooksAround which);
 
 /// Passes tensors that this thread saves to the hooks around a region while alive.
 class SaveAround {

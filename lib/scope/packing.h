@@ -5,9 +5,8 @@
 
 namespace remat {
 
-/// Marks that a pack function runs. The pack function may read its argument and tensors made from
-/// it without an operator, and so may the unpack function: a placeholder would not do. So the
-/// argument counts as read, and no results of operators in the pack function are kept. Its calls
+/// Marks that a pack function runs. The pack function may read its argument without an operator, so
+/// the argument counts as read. No results of operators in the pack function are kept; its calls
 /// are counted as usual.
 class Packing {
  public:

@@ -37,13 +37,6 @@ bool CallRecord::is_changed() const {
          });
 }
 
-bool CallRecord::has_placeholders() const {
-  return std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
-    return std::any_of(each.tensors.begin(), each.tensors.end(),
-                       [](const KeptTensor& tensor) { return tensor.is_placeholder(); });
-  });
-}
-
 bool is_same_value(const c10::IValue& a, const c10::IValue& b) {
   if (a.tagKind() != b.tagKind()) return false;
   if (a.isDouble())

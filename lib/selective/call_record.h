@@ -77,7 +77,6 @@ struct CallRecord {
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;
-  bool has_placeholders() const;
 };
 
 struct CallRecordDeleter {
@@ -144,6 +143,20 @@ class StoragesOf {
  private:
   c10::SmallVector<const c10::StorageImpl*, 8> storages_;
 };
+
+/// Visits the results of an operator that it has made, with their sources. `call`: the source of
+/// the first one. `given`: those of the operator's arguments.
+template <class Visitor>
+void visit_sources(const c10::OperatorHandle& op, const OpTraits& traits, ValueSource call,
+                   c10::ArrayRef<c10::IValue> results, const StoragesOf& given, Visitor&& visitor) {
+  if (traits.is_view) return;
+  call.is_factory = traits.is_factory;
+  for (std::size_t i = 0; i < results.size(); ++i)
+    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
+      if (is_made_by(op, i) && !given.contain(tensor)) visitor(tensor, call);
+      ++call.output;
+    });
+}
 
 /// Visits the tensors that an operator writes to.
 template <class Visitor>

@@ -5,6 +5,7 @@
 
 #include "hooks/depot/move_totals.h"
 #include "lib/move/depots.h"
+#include "lib/selective/policy_rule.h"
 
 namespace remat {
 
@@ -16,8 +17,23 @@ constexpr uint64_t last_index = (uint64_t{1} << bits_of_region) - 2;
 
 }  // namespace
 
+KeptPlace KeptMoves::place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside) {
+  if (!is_offloading(answer)) return {};
+  // A result that cannot be moved is refused, however small it is.
+  const bool is_small = value.defined() && KeptTensor::can_be_moved(value) &&
+                        static_cast<int64_t>(value.nbytes()) < options_.min_offload_bytes;
+  if (is_small) return {};
+  const bool must_move = answer == CheckpointPolicy::MustCpuOffload;
+  KeptPlace place{must_move ? KeptWhere::OnCpu : KeptWhere::OnCpuIfPossible, this, is_beside};
+  if (frame_.recorded() != nullptr && options_.keep_last > 0 && value.defined())
+    place.on_late_move = frame_.recorded()->late_move(static_cast<int64_t>(value.nbytes()));
+  return place;
+}
+
+// Later regions have larger numbers.
 uint64_t KeptMoves::number_of(uint64_t index) const {
-  const uint64_t after = (static_cast<uint64_t>(region_) + 1) << bits_of_region;
+  const auto region = static_cast<uint64_t>(frame_.region().info.id);
+  const uint64_t after = (region + 1) << bits_of_region;
   return after - 1 - std::min(index, last_index);
 }
 
@@ -47,10 +63,8 @@ std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside, 
   return piece;
 }
 
-void KeptMoves::begin_loads(uint64_t behind_hooks) const {
-  const uint64_t last = std::max(behind_hooks, num_moved_ == 0 ? 0 : number_of(0));
-  if (last == 0) return;
-  depot()->begin_loads_before(last + 1);
+void KeptMoves::begin_loads() const {
+  if (num_moved_ > 0) depot()->begin_loads_before(number_of(0) + 1);
 }
 
 }  // namespace remat

@@ -31,7 +31,7 @@
 // to.
 //
 // Enclosing hooks. In another region, or with `save_through_hooks`, kept results are saved through
-// the enclosing hooks, which need a tensor: Note [Twins].
+// the enclosing hooks, which need a tensor: they get a plain copy (Note [Kept values]).
 
 #include <ATen/core/Tensor.h>
 
@@ -41,6 +41,8 @@
 #include <memory>
 
 #include "hooks/depot/depot.h"
+#include "lib/frame/frame.h"
+#include "lib/selective/kept_tensor.h"
 #include "remat/policy.h"
 
 namespace remat {
@@ -48,10 +50,12 @@ namespace remat {
 /// The moves of one region. Any thread.
 class KeptMoves {
  public:
-  /// Makes the moves of a region. `region`: its number; later regions have larger numbers.
-  /// `options` must outlive this object.
-  KeptMoves(int64_t region, const SelectiveOptions& options) : region_(region), options_(options) {}
+  /// Makes the moves of a region, which must outlive this object, as must `options`.
+  KeptMoves(const Frame& frame, const SelectiveOptions& options)
+      : frame_(frame), options_(options) {}
 
+  /// Returns the place of a result that is kept by `answer`. `is_beside`: see `move`.
+  KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
   /// Moves the memory of a tensor without gaps. `is_beside`: the caller handles writes until the
   /// piece's store is finished; otherwise later work waits for the store. `has_to_move`: a failed
   /// copy is an error, now or later of the piece. Throws the error of the copy.
@@ -64,9 +68,8 @@ class KeptMoves {
   /// Moves the tensors that are no longer among the last. Throws if a tensor that has to move
   /// cannot.
   void move_excess();
-  /// Begins the first loads of a recompute on this thread. `behind_hooks`: the largest number of
-  /// the twins that it has fetched through hooks.
-  void begin_loads(uint64_t behind_hooks) const;
+  /// Begins the first loads of a recompute on this thread.
+  void begin_loads() const;
   /// Returns the time [ns] that threads have spent on moves.
   int64_t spent_ns() const { return spent_ns_; }
 
@@ -74,7 +77,7 @@ class KeptMoves {
   uint64_t number_of(uint64_t index) const;
   const std::shared_ptr<Depot>& depot() const;
 
-  const int64_t region_;
+  const Frame& frame_;
   const SelectiveOptions& options_;
   std::atomic<uint64_t> num_moved_{0};
   std::atomic<int64_t> spent_ns_{0};

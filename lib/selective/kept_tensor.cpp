@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
-#include <string_view>
 #include <typeinfo>
 #include <utility>
 
@@ -12,87 +11,34 @@
 #include "hooks/depot/piece.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
-#include "lib/frame/frame_scope.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/storage.h"
-#include "lib/selective/host_twin.h"
 #include "lib/selective/kept_moves.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
 
-namespace {
-
-constexpr std::string_view placeholder_text =
-    "remat: the data of a kept result were read that nothing seemed to need";
-
-constexpr std::string_view dropped_text =
-    "remat: the data of a kept result were read that a region around has let go of";
-
-/// Returns `scope` as the scope of a region's run; null for other scopes.
-FrameScope* frame_of(detail::Scope* scope) {
-  if (scope == nullptr || !scope->has(detail::Ability::Region)) return nullptr;
-  auto* const region = static_cast<detail::RegionScope*>(scope);
-  return region->is_save_region ? nullptr : static_cast<FrameScope*>(region);
-}
-
-/// Returns whether storage, sizes and keys describe a tensor completely.
-bool can_be_taken_apart(const at::Tensor& value) {
-  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
-  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
-         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
-         !impl.has_symbolic_sizes_strides() && !seam::has_names(impl) &&
-         !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
-}
-
-}  // namespace
-
 // Throws if the value cannot be copied, and then changes nothing.
-void KeptTensor::move(const at::Tensor& value, const detail::Scope& region,
-                      detail::HooksAround hooks, const KeptPlace& place) {
-  if (!move_plain(value, region, hooks, place)) tensor_ = value.tensor_data().to(c10::kCPU);
+void KeptTensor::move(const at::Tensor& value, bool meets_hooks, const KeptPlace& place) {
+  if (meets_hooks || !move_to_depot(value, place)) {
+    tensor_ = value.tensor_data().to(c10::kCPU);
+    if (place.is_beside) note_version(value);
+  }
   is_copy_ = true;
 }
 
-/// Moves the value by the depot. Returns false if the depot cannot.
-bool KeptTensor::move_plain(const at::Tensor& value, const detail::Scope& region,
-                            detail::HooksAround hooks, const KeptPlace& place) {
+/// Returns false if the depot cannot move the value.
+bool KeptTensor::move_to_depot(const at::Tensor& value, const KeptPlace& place) {
   if (!metadata_ || value.numel() == 0 || !value.is_non_overlapping_and_dense()) return false;
-  const bool meets_hooks = detail::may_meet_hooks_around(region, hooks);
-  const auto [around, is_foreign] = detail::scope_with_hooks_around(region, hooks);
-  auto* const frame = meets_hooks ? frame_of(around) : nullptr;
-  const bool compares = frame != nullptr && frame->frame().region().check() != nullptr;
-  if (meets_hooks && (value.is_conj() || value.is_neg())) return false;
-  if (frame != nullptr && !frame->is_recompute && !compares) {
-    tensor_ = HostTwin::without_memory(value, dropped_text);
-    return true;
-  }
-  if (!meets_hooks) {
-    late_ = place.moves->keep_in_place(value, place.where == KeptWhere::OnCpu, place.on_late_move);
-    if (late_ != nullptr) {
-      note_version(value);
-      return true;
-    }
-  }
   has_to_move_ = place.where == KeptWhere::OnCpu;
-  auto piece = place.moves->move(value, place.is_beside, has_to_move_);
-  if (piece == nullptr) return false;
-  const bool may_be_written = place.is_beside && piece->is_stored_late();
-  if (!meets_hooks) {
-    moved_ = std::move(piece);
+  late_ = place.moves->keep_in_place(value, has_to_move_, place.on_late_move);
+  if (late_ == nullptr) {
+    moved_ = place.moves->move(value, place.is_beside, has_to_move_);
+    if (moved_ == nullptr) return false;
     metadata_->offset = 0;
-  } else {
-    tensor_ = HostTwin::make(value, std::move(piece), may_be_written);
-    const auto twin = HostTwin::of(tensor_);
-    if (twin == nullptr) return false;
-    twin_ = twin;
-    const bool is_looked_at =
-        frame != nullptr ? compares
-                         : is_foreign || (around != nullptr && !around->leaves_alone(tensor_));
-    if (is_looked_at) twin->piece().wait_for_host();
   }
-  if (may_be_written) note_version(value);
+  if (late_ != nullptr || (place.is_beside && moved_->is_stored_late())) note_version(value);
   return true;
 }
 
@@ -107,7 +53,6 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   if (!is_defined_) return;
   if (storage_ != nullptr) {
     device_ = storage_->device();
-    storage_bytes_ = storage_->nbytes();
     num_bytes_ = static_cast<int64_t>(value.nbytes());
   }
   if (can_be_taken_apart(value)) {
@@ -116,17 +61,15 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     metadata_->layout.set_sizes(impl.sizes());
     metadata_->layout.set_strides(impl.strides());
   }
-  const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
+  const bool meets_hooks = detail::may_meet_hooks_around(region, hooks);
   if (place.where != KeptWhere::InPlace && !value.is_cpu()) {
     const bool must_move = place.where == KeptWhere::OnCpu;
     if (can_be_moved(value)) {
       try {
-        move(value, region, hooks, place);
+        move(value, meets_hooks, place);
       } catch (const c10::Error&) {  // such as a lack of host memory
-        // In a recompute of the enclosing region, the value would fill a slot of a CPU tensor.
-        const FrameScope* const frame =
-            frame_of(detail::scope_with_hooks_around(region, hooks).scope);
-        if (must_move || (frame != nullptr && frame->is_recompute)) throw;
+        // An enclosing region expects the value on one device, in forward and in each recompute.
+        if (must_move || meets_hooks) throw;
       }
     } else if (must_move) {
       throw_unsupported("a policy answered MustCpuOffload for a result that cannot be moved",
@@ -138,30 +81,12 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   }
   if (!is_copy_ && !value.is_inference()) note_version(value);
   if (moved_ != nullptr || late_ != nullptr) return;
-  if (!is_copy_ && metadata_ && !may_meet_hooks) {
+  if (!is_copy_ && metadata_ && !meets_hooks) {
     data_ = value.storage();
     return;
   }
   if (!is_copy_) tensor_ = value.tensor_data();
-  if (tensor_.is_inference() || !may_meet_hooks) return;
-  const bool is_to_be_dropped = is_placeholder(tensor_);
-  save(value, region, hooks);
-  if (!is_to_be_dropped || saved_->has_hooks()) return;
-  // No hook drops it, for example on a thread that merely inherited the enclosing region.
-  try {
-    tensor_ = value.tensor_data().to(c10::kCPU);
-  } catch (const c10::Error&) {
-    if (place.where == KeptWhere::OnCpu) throw;
-    tensor_ = value.tensor_data();
-    is_copy_ = false;
-    could_not_move_ = true;
-    note_version(value);
-  }
-  save(value, region, hooks);
-}
-
-void KeptTensor::save(const at::Tensor& value, const detail::Scope& region,
-                      detail::HooksAround hooks) {
+  if (tensor_.is_inference() || !meets_hooks) return;
   const detail::SaveAround around(region, hooks);
   const SavingInput saving(value);
   saved_ = std::make_unique<torch::autograd::SavedVariable>(std::exchange(tensor_, {}),
@@ -169,8 +94,7 @@ void KeptTensor::save(const at::Tensor& value, const detail::Scope& region,
 }
 
 bool KeptTensor::is_changed() const {
-  return was_changed_ || (is_defined_ && !is_placeholder() && counter_.enabled() &&
-                          counter_.current_version() != version_);
+  return was_changed_ || (counter_.enabled() && counter_.current_version() != version_);
 }
 
 TensorIdentity KeptTensor::identity() const {
@@ -198,20 +122,8 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
 /// Restores the strides: a copy of a tensor with gaps or repetitions has neither, but forward's
 /// saved tensor had them.
 at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* load) const {
-  at::Tensor there;
-  const auto twin = HostTwin::of(copy);
-  if (twin != nullptr && metadata_ && copy.dtype() == metadata_->dtype) {
-    Piece::Loaded loaded = twin->piece().load();
-    if (load != nullptr && loaded.is_new) *load = {num_bytes_, loaded.was_begun};
-    there = at::detail::make_tensor<c10::TensorImpl>(std::move(loaded.storage), metadata_->keys,
-                                                     metadata_->dtype);
-    there.unsafeGetTensorImpl()->set_sizes_and_strides(copy.sizes(), copy.strides(), 0);
-    there.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
-  } else {
-    if (load != nullptr) *load = Load{num_bytes_};
-    if (twin != nullptr) twin->piece().wait_for_host();
-    there = copy.to(device_);
-  }
+  if (load != nullptr) *load = Load{num_bytes_};
+  const at::Tensor there = copy.to(device_);
   if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
   // The strides of a few numbers from a large tensor are not restored: all gaps would be allocated.
   constexpr int64_t max_gaps = 4, always_allowed_bytes = 1 << 20;
@@ -234,10 +146,6 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* l
 
 at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
   if (!is_defined_) return {};
-  if (is_placeholder()) {
-    return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text),
-                 metadata_->offset);
-  }
   // `saved_` checks the same: the value was written to after the check for changes.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
               "remat: a kept value was changed in place while a recompute read it");
@@ -265,27 +173,13 @@ at::Tensor KeptTensor::restore(const at::Tensor& fetched, std::optional<Load>* l
   return is_copy_ ? moved_back(fetched, load) : fetched.tensor_data();
 }
 
-std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
-  if (!metadata_ || is_placeholder() || will_be_read || is_changed()) return std::nullopt;
-  is_placeholder_ = true;
-  counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_),
-                 std::move(moved_), std::move(late_)};
-}
-
 KeptTensor::Unfinished KeptTensor::end_forward() {
-  const auto twin = twin_.lock();
-  if (twin != nullptr) twin->settle();
-  const std::shared_ptr<Piece> moved = twin != nullptr ? twin->shared_piece() : moved_;
-  if (moved == nullptr || !counter_.enabled()) return {};
+  if (!is_copy_ || late_ != nullptr || !counter_.enabled()) return {};
   was_changed_ = is_changed();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  const bool is_written_to = moved->is_source_alive();
-  return {is_written_to || has_to_move_ ? moved : nullptr, is_written_to};
-}
-
-bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
-  return seam::has_storage_without_data(tensor);
+  if (moved_ == nullptr) return {};
+  const bool is_written_to = moved_->is_source_alive();
+  return {is_written_to || has_to_move_ ? moved_ : nullptr, is_written_to};
 }
 
 bool KeptTensor::can_be_moved(const at::Tensor& value) {
@@ -293,10 +187,12 @@ bool KeptTensor::can_be_moved(const at::Tensor& value) {
          !value.is_meta() && !value.is_quantized();
 }
 
-bool KeptTensor::can_be_placeholder(const at::Tensor& tensor) { return can_be_taken_apart(tensor); }
-
-bool KeptTensor::is_placeholder_error(const std::exception& error) {
-  return std::string_view(error.what()).find(placeholder_text) != std::string_view::npos;
+bool KeptTensor::can_be_taken_apart(const at::Tensor& value) {
+  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
+         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
+         !impl.has_symbolic_sizes_strides() && !seam::has_names(impl) &&
+         !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
 }  // namespace remat

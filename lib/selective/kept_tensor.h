@@ -1,6 +1,5 @@
 #pragma once
-// One tensor that a region keeps for its recomputes: in place, through hooks, on the CPU, or as a
-// placeholder.
+// One tensor that a region keeps for its recomputes: in place, through hooks, or on the CPU.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/SizesAndStrides.h>
@@ -24,7 +23,6 @@ enum class KeptWhere {
   OnCpu  ///< if the tensor cannot move, that is an error
 };
 
-class HostTwin;        // lib/selective/host_twin.h
 class KeptMoves;       // lib/selective/kept_moves.h
 class Piece;           // hooks/depot/piece.h
 class SavedElsewhere;  // hooks/depot/depot.h
@@ -44,15 +42,12 @@ struct KeptPlace {
 /// input: through the hooks of that region, whose forward drops it (Rule 2). It is saved through
 /// other hooks on request.
 ///
-/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. The
-/// hooks get its twin: Note [Twins]. A value that stays for now, since it is among the last, also
-/// counts as a copy; but a write to it is noticed as long as it lives. A failed copy leaves the
-/// value in place, or is an error if it must move.
-///
-/// A result that autograd never saved and that no operator of a recompute will read becomes a
-/// placeholder: a shape without data. If its data are read nevertheless (for example by code that
-/// bypasses the dispatcher), the read throws. The recompute is then repeated, and the operator runs
-/// (Replay).
+/// A value for the CPU whose memory has no gaps goes to a depot: Note [Moving kept results]. A
+/// value that stays for now, since it is among the last, also counts as a copy; but a write to it
+/// is noticed as long as it lives. A failed copy leaves the value in place, or is an error if it
+/// must move. Hooks get a copy that the program has waited for, and loading that copy is waited
+/// for, too. There a failed copy is an error: an enclosing region expects the value on one device
+/// in each run.
 class KeptTensor {
  public:
   KeptTensor() = default;
@@ -61,15 +56,14 @@ class KeptTensor {
   KeptTensor(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
              const KeptPlace& place);
 
-  bool is_placeholder() const { return is_placeholder_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
   bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }
   /// Returns whether the value was changed in place since, by an alias that shares the version
   /// counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
-  /// Returns the bytes that it keeps; 0 for a placeholder.
-  int64_t num_bytes() const { return is_placeholder() ? 0 : num_bytes_; }
+  /// Returns the bytes that it keeps.
+  int64_t num_bytes() const { return num_bytes_; }
   /// Returns the device of the original.
   c10::Device device() const { return device_; }
   bool is_on_cpu_instead() const { return is_copy_; }
@@ -81,7 +75,7 @@ class KeptTensor {
     int64_t bytes = 0;
     bool was_begun = false;  ///< whether the load began before the restore
   };
-  /// Returns the value, or the placeholder. May make the enclosing region recompute.
+  /// Returns the value. May make the enclosing region recompute.
   at::Tensor restore(std::optional<Load>* load = nullptr) const;
   /// Returns the tensor from the hooks: the first part of `restore`, which may make the enclosing
   /// region recompute.
@@ -94,17 +88,6 @@ class KeptTensor {
   /// Returns the identity of the tensor, for an error about it.
   TensorIdentity identity() const;
 
-  /// The owners of the data.
-  struct Holders {
-    c10::Storage storage;
-    at::Tensor tensor;
-    std::unique_ptr<torch::autograd::SavedVariable> saved;
-    std::shared_ptr<Piece> moved;
-    std::shared_ptr<SavedElsewhere> late;
-  };
-  /// Ends the forward. Returns the owners of data that will not be read, if a placeholder can
-  /// replace the value.
-  std::optional<Holders> settle(bool will_be_read);
   /// A store that is unfinished at the end of the forward.
   struct Unfinished {
     std::shared_ptr<Piece> piece;  ///< null: no work is left
@@ -112,13 +95,10 @@ class KeptTensor {
     bool is_written_to;
   };
   Unfinished end_forward();
-  static bool is_placeholder(const at::Tensor& tensor);
   /// Returns whether a copy on the CPU would free memory of the device.
   static bool can_be_moved(const at::Tensor& value);
-  /// Returns whether a placeholder could replace the tensor.
-  static bool can_be_placeholder(const at::Tensor& tensor);
-  /// Returns whether an error reports a read of a placeholder's data.
-  static bool is_placeholder_error(const std::exception& error);
+  /// Returns whether storage, sizes and keys describe a tensor completely.
+  static bool can_be_taken_apart(const at::Tensor& value);
 
  private:
   /// A tensor's metadata: all but its data.
@@ -129,30 +109,25 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage, int64_t offset) const;
-  void move(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
-            const KeptPlace& place);
-  bool move_plain(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
-                  const KeptPlace& place);
-  void save(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks);
+  void move(const at::Tensor& value, bool meets_hooks, const KeptPlace& place);
+  bool move_to_depot(const at::Tensor& value, const KeptPlace& place);
   void note_version(const at::Tensor& value);
   at::Tensor moved_back(const at::Tensor& copy, std::optional<Load>* load) const;
 
-  // One of these five is set, unless it is a placeholder. An alias costs more than its parts, into
-  // which most tensors can be divided, and from which they can be rebuilt.
+  // One of these five is set. An alias costs more than its parts, into which most tensors can be
+  // divided, and from which they can be rebuilt.
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< if hooks may apply
   std::shared_ptr<Piece> moved_;                           ///< its whole memory, on the CPU
   std::shared_ptr<SavedElsewhere> late_;                   ///< like `moved_`, or still in place
-  std::weak_ptr<HostTwin> twin_;                           ///< the twin that the hooks got
   std::optional<Metadata> metadata_;  ///< empty if it cannot be rebuilt from its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   c10::Device device_ = c10::kCPU;  ///< of the original
   const c10::StorageImpl* storage_ = nullptr;
   int64_t num_bytes_ = 0;
-  std::size_t storage_bytes_ = 0;  ///< of the original
-  bool is_defined_ = false, is_placeholder_ = false, is_copy_ = false, could_not_move_ = false;
+  bool is_defined_ = false, is_copy_ = false, could_not_move_ = false;
   bool has_to_move_ = false;
   bool was_changed_ = false;  ///< before the forward's end, during the copy
 };

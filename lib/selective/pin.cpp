@@ -32,6 +32,13 @@ FrameScope* region_here() {
   return static_cast<FrameScope*>(region);
 }
 
+/// Returns the edges of the node that made a tensor. A kept alias of the tensor has them: not the
+/// tensor's own node, which may depend on a changed tensor.
+torch::autograd::edge_list edges_below(const at::Tensor& tensor) {
+  if (!has_gradient_edge(tensor)) return {};
+  return torch::autograd::impl::gradient_edge(tensor).function->next_edges();
+}
+
 /// The scope of save_region() while its function runs in forward: saved tensors pass the enclosing
 /// hooks.
 class SaveRegionScope final : public detail::RegionScope {
@@ -69,7 +76,7 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
   if (region->is_recompute) {
     Replay& replay = *Replay::of(*region);
     const PinRecord* const kept = replay.next_pin(typeid(at::Tensor), &x);
-    return kept == nullptr ? x : replay.values_of(*kept, {x}).front();
+    return kept == nullptr ? x : replay.values_of(*kept, edges_below(x)).front();
   }
   selection->name(x, name, *region);
   return x;
@@ -83,10 +90,10 @@ at::Tensor pin(const at::Tensor& x) {
     Replay* const replay = Replay::of(*region);
     const PinRecord* const kept =
         replay == nullptr ? nullptr : replay->next_pin(typeid(at::Tensor));
-    return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
+    return kept == nullptr ? x : replay->values_of(*kept, edges_below(x)).front();
   }
   Selection& selection = Selection::make(region->frame());
-  selection.keep_itself(x, selection.begin_pin(), *region, {}, /*is_name=*/false);
+  keep_itself(selection, x, selection.begin_pin(), *region, {}, /*is_name=*/false);
   selection.tensor_was_read(x);
   return x;
 }
@@ -98,10 +105,8 @@ struct SavedRegion::Impl {
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
-  std::vector<at::Tensor> read;      // in a recompute: the arguments
-  std::vector<GradientPlace> known;  // in forward: where gradients of the arguments go
+  torch::autograd::edge_list read;  // in a recompute: the edges of the arguments
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // those of the arguments
-  RegionStart start = RegionStart::here();
   std::shared_ptr<SaveRegionScope> scope;
   const PinRecord* kept = nullptr;
 };
@@ -117,7 +122,10 @@ SavedRegion::SavedRegion(const std::type_info& type,
     if (Replay* const replay = Replay::of(*region)) impl_->kept = replay->next_pin(type);
     if (impl_->kept != nullptr) {
       region->move_providers(impl_->kept->states);
-      visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
+      visit_arguments([this](at::Tensor& tensor) {
+        if (tensor.defined() && has_gradient_edge(tensor))
+          impl_->read.push_back(torch::autograd::impl::gradient_edge(tensor));
+      });
       return;
     }
   } else {
@@ -125,7 +133,6 @@ SavedRegion::SavedRegion(const std::type_info& type,
     impl_->number = selection.begin_pin();
     impl_->marks = region->frame().surroundings().marks();
     visit_arguments([this](at::Tensor& tensor) {
-      impl_->known.push_back(GradientPlace::of(tensor));
       if (!tensor.defined() || tensor.is_inference()) return;
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       impl_->versions.emplace_back(counter, counter.current_version());
@@ -166,18 +173,13 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
   if (const UserState* const state = impl_->region->frame().surroundings().user_state())
     kept->states = state->states_now();
-  // A recompute has the region's arguments, also those that the function captured.
-  impl_->region->frame().inputs().visit_edges(
-      [this](const GradientPlace& place, bool) { impl_->known.push_back(place); });
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.tensor_was_read(value);
-    // The owners are the function's result and `value`.
-    constexpr std::size_t num_owners = 2;
-    kept->values.back().history =
-        history_of(value, num_owners, impl_->known, impl_->start, kept->leaves);
+    kept->values.back().had_hooks =
+        value.defined() && has_gradient_edge(value) && !torch::autograd::impl::hooks(value).empty();
   });
   kept->emptied = std::move(emptied);
   selection.keep_pin(impl_->number, std::move(kept));

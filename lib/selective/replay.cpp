@@ -11,21 +11,31 @@
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
 #include "lib/seam/variable_hooks.h"
-#include "lib/selective/host_twin.h"
 
 namespace remat {
 
-Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
+namespace {
+
+/// Makes the recompute pass over the draws of an operator that does not run.
+void skip(Frame& frame, const DrawSkips& draws) {
+  if (is_planted(Fault::KeptDraws)) return;
+  const auto logs = frame.surroundings().draw_logs();
+  detail::RegionScope* const scope = detail::innermost_region();
+  DrawSource* const source = scope == nullptr ? nullptr : scope->draws();
+  for (std::size_t i = 0; source != nullptr && i < std::min(draws.logs.size(), logs.size()); ++i)
+    if (DrawReplay* const replay = source->draw_replay(logs[i]->generator()))
+      replay->skip(draws.logs[i]);
+  DeviceRng::set(draws.others);
+}
+
+}  // namespace
+
+Replay::Replay(Frame& frame, const KeptRecord& record, Filler& filler,
                const std::vector<at::Tensor>& inputs)
-    : frame_(frame),
-      filler_(filler),
-      selection_(selection),
-      record_(selection.record()),
-      given_(inputs),
-      roles_(frame.region()) {
+    : frame_(frame), filler_(filler), record_(record), given_(inputs), roles_(frame.region()) {
   // Otherwise operators only arrive because of another region, or because forward saw them.
-  looks_ = selection_.rule() != nullptr &&
-           (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);
+  looks_ = record_.rule != nullptr &&
+           (!record_.is_settled || record_.num_kept > 0 || record_.rule->options().ask_again);
   for (std::size_t i = 0; i < inputs.size(); ++i)
     inputs_.emplace_back(memory_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
@@ -36,16 +46,22 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     });
   }
-  uint64_t last = 0;  // largest number of a twin, in the order of moving
-  for (const KeptTensor* each : behind_hooks) {
-    const at::Tensor& fetched = fetched_.emplace(each, each->fetch()).first->second;
-    if (const auto twin = HostTwin::of(fetched)) last = std::max(last, twin->piece().number());
-  }
-  selection_.begin_loads(last);
+  for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->fetch());
 }
 
 at::Tensor Replay::restore(const KeptTensor& kept) {
-  const at::Tensor value = moved_back(kept);
+  RecordedFrame* const recorded =
+      is_recording() && kept.is_on_cpu_instead() ? frame_.recorded() : nullptr;
+  std::optional<KeptTensor::Load> load;
+  std::chrono::steady_clock::time_point begin;
+  if (recorded != nullptr) begin = std::chrono::steady_clock::now();
+  const auto found = fetched_.find(&kept);
+  at::Tensor value =
+      found == fetched_.end() ? kept.restore(&load) : kept.restore(found->second, &load);
+  if (recorded != nullptr && load) {
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
+    recorded->kept_was_loaded(load->bytes, load->was_begun, spent.count());
+  }
   if (kept.is_elsewhere()) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     copies_.add(value);
@@ -53,37 +69,9 @@ at::Tensor Replay::restore(const KeptTensor& kept) {
   return value;
 }
 
-at::Tensor Replay::moved_back(const KeptTensor& kept) {
-  const auto found = fetched_.find(&kept);
-  if (found != fetched_.end())
-    if (const auto twin = HostTwin::of(found->second); twin != nullptr && twin->is_changed())
-      fail(
-          CheckpointError::Kind::SelectiveMutation,
-          "a result that a policy moves to the CPU was changed in place while it was copied",
-          "an in-place operator that does not belong to the region, as in save_region, wrote to it",
-          "keep another result, or use the operator that does not write in place");
-  const auto restored = [&](std::optional<KeptTensor::Load>* load) {
-    return found == fetched_.end() ? kept.restore(load) : kept.restore(found->second, load);
-  };
-  RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
-  if (recorded == nullptr || !kept.is_on_cpu_instead()) return restored(nullptr);
-  std::optional<KeptTensor::Load> load;
-  const auto begin = std::chrono::steady_clock::now();
-  at::Tensor value = restored(&load);
-  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
-  if (load) recorded->kept_was_loaded(load->bytes, load->was_begun, spent.count());
-  return value;
-}
-
 bool Replay::is_copy(const c10::StorageImpl* storage) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return copies_.contains(storage);
-}
-
-bool Replay::is_input(const c10::StorageImpl* storage, int64_t storage_number) const {
-  return storage != nullptr && storage_number >= 0 &&
-         std::find(inputs_.begin(), inputs_.end(), std::pair(storage, storage_number)) !=
-             inputs_.end();
 }
 
 Replay::Counted Replay::count(const c10::OperatorHandle& op) {
@@ -103,24 +91,9 @@ Replay::Counted Replay::count(const c10::OperatorHandle& op) {
   return {number, counts_[index]++};
 }
 
-void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
-                          c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
-  const OpTraits& traits = traits_of(op);
-  if (traits.is_view) return;
-  uint32_t output = 0;
-  for (std::size_t i = 0; i < results.size(); ++i)
-    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
-      const ValueSource source{static_cast<uint32_t>(counted.op), counted.call, output++,
-                               traits.is_factory};
-      if (is_made_by(op, i) && !given.contain(tensor)) sources_.add(tensor, source);
-    });
-}
-
-int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
-  if (has_placeholders_)
-    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
   return count(op).call;
 }
 
@@ -129,7 +102,11 @@ void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
   const int64_t number = record_.number_of(op);
-  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, given);
+  if (number < 0) return;
+  visit_sources(op, traits_of(op), {static_cast<uint32_t>(number), static_cast<uint32_t>(call)},
+                results, given, [this](const at::Tensor& tensor, const ValueSource& source) {
+                  sources_.add(tensor, source);
+                });
 }
 
 bool Replay::is_handed_out(const at::Tensor& tensor) const {
@@ -138,33 +115,9 @@ bool Replay::is_handed_out(const at::Tensor& tensor) const {
          std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end();
 }
 
-void Replay::check_saved(const at::Tensor& saved) {
-  if (KeptTensor::is_placeholder(saved)) has_read_placeholder_ = true;
-}
-
-bool Replay::finish(const std::exception_ptr& thrown) {
-  try {
-    if (thrown != nullptr) std::rethrow_exception(thrown);
-    if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
-  } catch (const std::exception& error) {
-    if (KeptTensor::is_placeholder_error(error)) has_read_placeholder_ = true;
-    if (!has_read_placeholder_) throw;
-  } catch (...) {
-    if (!has_read_placeholder_) throw;
-  }
-  if (has_read_placeholder_) selection_.run_placeholders_for_real();
-  return !has_read_placeholder_;
-}
-
-void Replay::skip(const DrawSkips& draws) {
-  if (is_planted(Fault::KeptDraws)) return;
-  const auto logs = frame_.surroundings().draw_logs();
-  detail::RegionScope* const scope = detail::innermost_region();
-  DrawSource* const source = scope == nullptr ? nullptr : scope->draws();
-  for (std::size_t i = 0; source != nullptr && i < std::min(draws.logs.size(), logs.size()); ++i)
-    if (DrawReplay* const replay = source->draw_replay(logs[i]->generator()))
-      replay->skip(draws.logs[i]);
-  DeviceRng::set(draws.others);
+void Replay::finish(const std::exception_ptr& thrown) {
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
 }
 
 void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted) {
@@ -184,8 +137,6 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
     const KeptResult& kept = from->kept[i];
     std::vector<at::Tensor>& tensors = restored[i];
     for (std::size_t j = 0; j < tensors.size(); ++j) {
-      const KeptTensor& each = kept.tensors[j];
-      has_placeholders_ = has_placeholders_ || each.is_placeholder();
       sources_.add(tensors[j], {op, counted.call, output++, false});
       if (const auto* storage = storage_of(tensors[j])) handed_out_.push_back(storage);
     }
@@ -202,11 +153,6 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
                           Counted counted) {
   const OpTraits& traits = traits_of(op);
   const auto arguments = arguments_of(op, stack);
-  if (has_placeholders_ && !traits.is_view)
-    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
-  // On other threads the read throws an error, which the engine passes on
-  // (KeptTensor::is_placeholder_error).
-  if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
       if (is_handed_out(tensor))
@@ -219,7 +165,11 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  note_results(op, counted, results_of(op, stack), given);
+  visit_sources(op, traits, {static_cast<uint32_t>(counted.op), counted.call},
+                results_of(op, stack), given,
+                [this](const at::Tensor& tensor, const ValueSource& source) {
+                  sources_.add(tensor, source);
+                });
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -267,7 +217,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
     record = nullptr;  // the tensor that it writes to was recomputed
-  const PolicyRule& rule = *selection_.rule();
+  const PolicyRule& rule = *record_.rule;
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
   if (rule.options().ask_again && traits.can_be_kept() && !Packing::is_under_way()) {
@@ -290,7 +240,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
         fmt::format("forward made {} calls of it and kept results, this one has no kept result",
                     known->calls.size()));
   }
-  if (!wants_kept || (selection_.runs_placeholders() && record->has_placeholders())) {
+  if (!wants_kept) {
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);
@@ -310,7 +260,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     lock.unlock();
     return run_for_real(op, stack, counted);
   }
-  if (record->draws != nullptr) skip(*record->draws);
+  if (record->draws != nullptr) skip(frame_, *record->draws);
   filler_.result_was_kept();
   if (record->is_applied) {  // Note [Writing to a kept result]
     taken = torch::jit::pop(stack, arguments.size() - 1);
@@ -353,7 +303,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
     if (each.tensor.is_changed()) {
       // The value is recomputed, like a call whose result was changed.
       if (named != nullptr && pin->is_name && !each.tensor.shares_version_with(*named) &&
-          selection_.rule()->options().allow_cache_entry_mutation) {
+          record_.rule->options().allow_cache_entry_mutation) {
         if (each.made && !sources_.find(*named))
           sources_.add(*named, each.made->source, each.made->num_changes);
         return nullptr;
@@ -364,25 +314,20 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
            "pin a copy of it, or use the operator that does not write in place",
            each.tensor.identity());
     }
-  skip(pin->draws);
+  skip(frame_, pin->draws);
   return pin;
 }
 
 std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
-                                          const std::vector<at::Tensor>& read) {
+                                          torch::autograd::edge_list sources) {
   const seam::OnlyNodeWatch unwatched(nullptr);  // kept values do not depend on changed operands
-  std::vector<at::Tensor> values, sources = given_;
-  bool is_open = false;  // a leaf that no longer exists was the function's own
-  for (const WeakTensor& each : pin.leaves)
-    if (auto leaf = each.lock())
-      sources.emplace_back(std::move(leaf));
-    else
-      is_open = true;
+  for (const at::Tensor& each : given_)
+    if (each.defined() && has_gradient_edge(each))
+      sources.push_back(torch::autograd::impl::gradient_edge(each));
+  std::vector<at::Tensor> values;
   for (const PinRecord::Value& each : pin.values) {
-    KeptHistory history = each.history;
-    history.is_open |= is_open;
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined() ? roles_.give(value, each.role, history, read, sources)
+    values.push_back(value.defined() ? roles_.give(value, each.role, each.had_hooks, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) sources_.add(values.back(), each.made->source, each.made->num_changes);

@@ -1,17 +1,19 @@
 #pragma once
-// One recompute under a Selection: answers operator calls with the results that forward kept.
+// One recompute of a region that keeps results: answers operator calls with them.
 
 #include <c10/util/SmallVector.h>
 
-#include <atomic>
 #include <mutex>
 #include <string>
 #include <typeinfo>
 #include <vector>
 
 #include "lib/frame/filler.h"
+#include "lib/frame/frame.h"
+#include "lib/frame/keeper.h"
 #include "lib/selective/kept_gradients.h"
-#include "lib/selective/selection.h"
+#include "lib/selective/kept_record.h"
+#include "lib/selective/operator_handler.h"
 #include "remat/error.h"
 
 namespace remat {
@@ -20,7 +22,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
  public:
   /// Fetches the kept values that come through hooks, which may make the enclosing region
   /// recompute. `inputs`: the region's inputs for this recompute.
-  Replay(Frame& frame, Selection& selection, Filler& filler, const std::vector<at::Tensor>& inputs);
+  Replay(Frame& frame, const KeptRecord& record, Filler& filler,
+         const std::vector<at::Tensor>& inputs);
   /// Returns the replay of a recompute's scope; null if its region keeps nothing, or this thread
   /// does not belong to it.
   static Replay* of(detail::RegionScope& recompute) {
@@ -32,9 +35,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// replaces a kept value that was changed in place, if the policy allows that and `named` is
   /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
-  /// Returns the values of a pin. `read`: the present arguments of the pin, to which the values'
-  /// history leads.
-  std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);
+  /// Returns the values of a pin. `sources`: edges to which gradients of the values may lead.
+  std::vector<at::Tensor> values_of(const PinRecord& pin, torch::autograd::edge_list sources);
 
   // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -47,16 +49,15 @@ class Replay final : public KeptReplay, public OperatorHandler {
 
   // Functions of KeptReplay.
   OperatorHandler* operators() override { return this; }
-  void check_saved(const at::Tensor& saved) override;
   bool is_copy(const c10::StorageImpl* storage) const override;
   void check_backward(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) override;
   void end() override { roles_.clear(); }
-  bool finish(const std::exception_ptr& thrown) override;
+  void finish(const std::exception_ptr& thrown) override;
 
  private:
   struct Counted {
-    int64_t op;  ///< number in the record; of a stranger: 1 << 20 and more
+    int64_t op;  ///< number in the record; from `first_stranger` on, in `strangers_`
     uint32_t call;
   };
   struct Mismatch {
@@ -70,29 +71,22 @@ class Replay final : public KeptReplay, public OperatorHandler {
   const PinRecord* find_next_pin(const std::type_info& type, const at::Tensor* named);
   Counted count(const c10::OperatorHandle& op);
   void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
-  void note_results(const c10::OperatorHandle& op, Counted counted,
-                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
   /// Takes its locks itself, since it may wait for values that other threads are loading.
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
-  void skip(const DrawSkips& draws);
-  bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
   [[noreturn]] void mismatch(const c10::OperatorHandle& op, Counted counted,
                              c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,
                              const std::string& fact);
   [[noreturn]] void fail(CheckpointError::Kind kind, const std::string& fact,
                          const std::string& cause, const std::string& advice,
                          const TensorIdentity& tensor = {});
-  std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept);
-  at::Tensor moved_back(const KeptTensor& kept);
 
   Frame& frame_;
   Filler& filler_;
-  Selection& selection_;
   const KeptRecord& record_;
   mutable std::recursive_mutex mutex_;  // a backward inside may run on other threads
   const std::vector<at::Tensor> given_;
@@ -102,15 +96,13 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::vector<uint32_t> sequence_;
   ValueSources sources_;
   KeptGradients roles_;
-  /// Twins or values that came through hooks. They are fetched before the function runs: autograd
-  /// is off while an operator is handled, and the enclosing region could not recompute there.
+  /// Values that came through hooks. They are fetched before the function runs: autograd is off
+  /// while an operator is handled, and the enclosing region could not recompute there.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
   StorageSet copies_;
   bool looks_ = false;  ///< whether it handles operators
   std::size_t next_pin_ = 0;
-  bool has_placeholders_ = false;
-  std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
 };
 

@@ -17,6 +17,10 @@ constexpr std::size_t max_calls_listed = 8;
 
 std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
   const auto was = [&then] { return then.metadata.text(); };
+  const auto is_input = [this](const c10::StorageImpl* present, int64_t number) {
+    return present != nullptr && number >= 0 &&
+           std::find(inputs_.begin(), inputs_.end(), std::pair(present, number)) != inputs_.end();
+  };
   if (!now.defined() || !then.metadata.describes(now)) {
     if (!now.defined() && then.metadata.is_undefined()) return "";
     return fmt::format("was {} and is {}", was(),
@@ -30,8 +34,7 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
   const auto made = sources_.find(now);
-  const bool has_same_contents =
-      !then.contents || KeptTensor::is_placeholder(now) || *then.contents == content_hash(now);
+  const bool has_same_contents = !then.contents || *then.contents == content_hash(now);
   const bool is_origin_known = !then.source || then.source->is_known;
   if (is_origin_known && then.source && made) {
     const bool is_same = made->source == *then.source && made->num_changes == then.num_changes;
@@ -75,7 +78,8 @@ void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle
   if (!difference_text.empty()) mismatch(op, counted, arguments, &record, difference_text);
 }
 
-std::string Replay::lists() const {
+void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
+                  const std::string& advice, const TensorIdentity& tensor) {
   const auto name = [this](uint32_t number) {
     constexpr uint32_t first_stranger = 1 << 20;
     return number >= first_stranger ? traits_of(strangers_[number - first_stranger]).name
@@ -97,12 +101,7 @@ std::string Replay::lists() const {
                         i < forward.size() ? name(forward[i]) : "",
                         i < sequence_.size() ? name(sequence_[i]) : "");
   }
-  return text;
-}
-
-void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
-                  const std::string& advice, const TensorIdentity& tensor) {
-  throw Mismatch{kind, fact, cause, advice, lists(), tensor};
+  throw Mismatch{kind, fact, cause, advice, text, tensor};
 }
 
 void Replay::note_mismatch() {

@@ -1,5 +1,5 @@
 #pragma once
-// The keeper of a region's results: stores results of its forward by the answers of a policy.
+// The recorder of a region's forward: keeps results by the answers of a policy.
 //
 // Note [Selective checkpointing]
 // While a region with a policy runs, each operator arrives here below autograd
@@ -22,6 +22,7 @@
 
 #include "lib/frame/frame.h"
 #include "lib/frame/keeper.h"
+#include "lib/selective/held_for_names.h"
 #include "lib/selective/kept_moves.h"
 #include "lib/selective/kept_record.h"
 #include "lib/selective/operator_handler.h"
@@ -38,24 +39,12 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Returns the selection of a frame, and makes it if necessary.
   static Selection& make(Frame& frame, std::shared_ptr<const PolicyRule> rule = nullptr);
 
-  const PolicyRule* rule() const { return rule_.get(); }
   /// Returns whether any result may be kept later, after other operators have read it.
-  bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
-  const KeptRecord& record() const { return record_; }
-  /// Makes recomputes run the calls with placeholders from now on, since a placeholder was read.
-  void run_placeholders_for_real() { runs_placeholders_ = true; }
-  bool runs_placeholders() const { return runs_placeholders_; }
-  /// Begins the loads for a recompute. `behind_hooks`: the largest number of its twins.
-  void begin_loads(uint64_t behind_hooks) const {
-    if (moves_) moves_->begin_loads(behind_hooks);
-  }
+  bool looks_at_names() const { return record_.looks_at_names(); }
 
   // Functions for pins in forward, by number.
   int64_t begin_pin();
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
-  /// Keeps the argument of `pin` or of a name, as a pin.
-  void keep_itself(const at::Tensor& value, int64_t number, const detail::RegionScope& region,
-                   const KeptPlace& place, bool is_name);
   /// Returns a kept value, which gets the number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                               const detail::RegionScope& region, const KeptPlace& place = {});
@@ -84,76 +73,35 @@ class Selection final : public Keeper, public OperatorHandler {
                                               const std::vector<at::Tensor>& inputs) override;
 
  private:
-  struct ResultIndex {
-    uint32_t op, call, result, tensor;
-  };
-  /// Objects that are released under the lock and freed after it: declare it before the lock.
-  struct Freed {
-    std::vector<c10::SmallVector<KeptResult, 1>> results;
-    std::vector<KeptTensor::Holders> holders;
-    std::vector<at::Tensor> held;
-    std::vector<CallRecordPtr> records;
-  };
   struct Call;
-  Call begin_call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-  void answer(Call& call, std::unique_lock<SpinLock>& lock);
   void decide(Call& call, Freed& freed);
-  void apply(Call& call, bool opened_regions, std::unique_lock<SpinLock>& lock, Freed& freed);
-  uint32_t number(const c10::OperatorHandle& op);
-  CallRecordPtr make_record();
-  void describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& record);
-  void describe(const at::Tensor& tensor, ArgumentRecord& record);
-  int64_t input_of(const c10::StorageImpl* storage) const;
-  void note_read(c10::ArrayRef<c10::IValue> arguments);
-  void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
-                    Freed& freed);
-  void note_read(const c10::StorageImpl* storage);
-  void note_written(const ResultIndex& place, Freed& freed);
-  void note_results(const OpRecord& op, uint32_t number, uint32_t call,
-                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
-  bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
             const detail::RegionScope& region, detail::HooksAround hooks);
-  void add_places(uint32_t op, uint32_t call, const CallRecord& record);
-  /// Records that a call should have been kept and is not.
-  void note_let_go(uint32_t op, uint32_t call);
-  /// Returns whether an operator writes to a kept result that stays kept as written.
-  bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
-                      Freed& freed);
-  ResultIndex* kept_result(const c10::StorageImpl* storage);
-  void let_go(const ResultIndex& place, Freed& freed);
-  void hold_for_name(const ResultIndex& call, CallRecord& record,
-                     c10::ArrayRef<c10::IValue> results);
-  void look_through_held(Freed& freed);
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer,
                   const detail::RegionScope& region);
-  void let_go(const at::Tensor& value);
-  KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
-  bool is_alive_anyway(const at::Tensor& value) const;
-  void end_forward(std::vector<KeptTensor::Unfinished>& unfinished);
-  bool sees_writers(const detail::RegionScope& region) const;
-  detail::HooksAround hooks() const;
 
   Frame& frame_;
-  const std::shared_ptr<const PolicyRule> rule_;
-  const int64_t task_at_start_;
-  std::optional<KeptMoves> moves_;  ///< empty without a rule
+  const PolicyRule* const rule_;     ///< null: only pins are kept
+  const detail::HooksAround hooks_;  ///< through which kept tensors are saved
+  std::optional<KeptMoves> moves_;   ///< empty without a rule
   KeptRecord record_;
   /// Number of slots, pins and backwards so far, which a recompute must reach again.
   std::atomic<int64_t> num_inside_{0};
-  std::atomic<bool> runs_placeholders_{false};
   // Members for the time while the forward runs:
-  ValueSources sources_;                   // queried by settle_provenance
-  std::vector<ResultIndex> kept_results_;  // by the number in a storage's notes
+  HeldForNames held_for_names_;
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
-  std::vector<ResultIndex> holding_;  // calls with results held for names
+  std::size_t calls_at_last_save_ = 0;                           // of all operators
   /// The policy's answer in a recorded region, and why it could not be followed (null if it was).
   struct Decision {
-    uint32_t op, call;
+    KeptIndex call;
     CheckpointPolicy answer;
     const char* against;
   };
   std::vector<Decision> decisions_;
 };
+
+/// Keeps the argument of `pin` or of a name, as the pin `number`.
+void keep_itself(Selection& selection, const at::Tensor& value, int64_t number,
+                 const detail::RegionScope& region, const KeptPlace& place, bool is_name);
 
 }  // namespace remat

@@ -1,4 +1,4 @@
-// The end of a region's forward for its kept results: releases unread results, and reports to
+// The end of a region's forward for its kept results: releases the last results, and reports to
 // recorders.
 
 #include <fmt/format.h>
@@ -15,7 +15,16 @@ namespace remat {
 
 void Selection::settle() {
   std::vector<KeptTensor::Unfinished> unfinished;
-  end_forward(unfinished);
+  {
+    Freed freed;
+    std::lock_guard<SpinLock> lock(record_.mutex);
+    // A recompute stops before the calls that follow the last saved tensor, or runs them again.
+    const Region& region = frame_.region();
+    if (rule_ != nullptr && region.options.early_stop && region.body->can_be_stopped())
+      record_.let_go_from(calls_at_last_save_, freed);
+    slot_sources_.clear();
+    record_.end_forward(unfinished, freed);
+  }
   std::exception_ptr failure;
   for (const auto& each : unfinished) {
     try {
@@ -33,48 +42,13 @@ void Selection::settle() {
   if (moves_) moves_->move_excess();
 }
 
-void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
-  Freed freed;
-  std::lock_guard<SpinLock> lock(record_.mutex);
-  // The read of a placeholder ends the recompute by an exception, which cannot leave a noexcept
-  // function.
-  const bool may_have_placeholders = frame_.region().body->can_be_stopped();
-  sources_.visit([&](const ValueSources::Notes& notes) {
-    if (notes.kept == ValueSources::Notes::not_kept) return;
-    const ResultIndex& place = kept_results_[notes.kept];
-    KeptTensor& kept =
-        record_.operators[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
-    if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
-      freed.holders.push_back(std::move(*holders));
-  });
-  kept_results_ = {};  // clear() would keep the memory
-  sources_.clear();
-  slot_sources_.clear();
-  for (OpRecord& op : record_.operators)
-    for (auto& call : op.calls) {
-      if (call == nullptr) continue;
-      if (call->is_kept) {
-        call->results.clear();
-        for (KeptResult& result : call->kept)
-          for (KeptTensor& kept : result.tensors)
-            if (auto each = kept.end_forward(); each.piece != nullptr)
-              unfinished.push_back(std::move(each));
-      } else {
-        const bool is_let_go = call->is_let_go;
-        freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
-        if (is_let_go) call->is_let_go = true;
-      }
-    }
-  record_.is_settled = true;
-}
-
 void Selection::add_to(recording::RegionSums& sums) const {
   constexpr std::array<std::string_view, 6> answers{"MustSave",       "PreferSave",
                                                     "MustRecompute",  "PreferRecompute",
                                                     "MustCpuOffload", "PreferCpuOffload"};
   for (const Decision& each : decisions_) {
-    const OpRecord& op = record_.operators[each.op];
-    const CallRecord* const record = op.calls[each.call].get();
+    const OpRecord& op = record_.operators[each.call.op];
+    const CallRecord* const record = op.calls[each.call.call].get();
     recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
     decided.reason = answers[static_cast<std::size_t>(each.answer)];
     if (record != nullptr && record->is_kept) {
@@ -88,10 +62,11 @@ void Selection::add_to(recording::RegionSums& sums) const {
       decided.outcome = is_moved ? "moved" : "kept";
       if (is_late) decided.reason += ", when it is not among the last";
       if (!is_keeping(each.answer)) decided.reason = "a name";
-      if (decided.bytes == 0) decided.reason += ", nobody reads it";
     } else if (is_keeping(each.answer)) {
-      decided.reason += each.against == nullptr ? ", but it is written to, or cannot be given again"
-                                                : fmt::format(", but it {}", each.against);
+      decided.reason +=
+          each.against == nullptr
+              ? ", but no recompute reads it, it is written to, or it cannot be given again"
+              : fmt::format(", but it {}", each.against);
     }
     sums.decisions.push_back(std::move(decided));
   }

@@ -39,7 +39,7 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   };
   const Tensor plain = grad_of(plain_step(x), {x})[0];
   const Recorder recorder({.device_time = false});
-  const int64_t before = stand_in::live_bytes();
+  const int64_t before = settled_bytes();
   Tensor y = x, last;  // what goes into the last region
   for (int i = 0; i < 3; ++i) y = checkpoint(options, f, last = y);
   const int64_t num_staying = std::min<int64_t>(keep_last, 9);
@@ -130,7 +130,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
       .policy =
           answering(must ? CheckpointPolicy::MustCpuOffload : CheckpointPolicy::PreferCpuOffload,
                     all({.keep_last = 1}))};
-  const int64_t before = stand_in::live_bytes();
+  const int64_t before = settled_bytes();
   {
     const Recorder recorder({.device_time = false});
     const Tensor middle = checkpoint(options, f, x);
@@ -156,7 +156,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
 TEST_CASE("a forward that throws leaves nothing of what stayed", "[device][rule-15][rule-12]") {
   const Tensor x = far_leaf(at::randn({product_side, product_side}).div_(product_side));
   const remat::CheckpointOptions options{.policy = products(all({.keep_last = 2}))};
-  const int64_t before = stand_in::live_bytes();
+  const int64_t before = settled_bytes();
   CHECK_THROWS_WITH(checkpoint(
                         options,
                         [](const Tensor& t) -> Tensor {

@@ -29,6 +29,14 @@ inline void require_same(const Tensor& actual, const Tensor& expected) {
   require_bit_equal({actual.cpu()}, {expected.cpu()});
 }
 
+/// Returns the bytes of the device after its thread has released the last tensors of earlier
+/// backwards. That thread releases them after a backward has returned, and before it runs the next.
+inline int64_t settled_bytes() {
+  const Tensor nothing = at::empty({0}, at::TensorOptions(stand_in::device())).requires_grad_();
+  torch::autograd::grad({nothing.sin()}, {nothing}, {at::empty_like(nothing)});
+  return stand_in::live_bytes();
+}
+
 /// Whether the device comes to hold this many bytes: its thread releases the last tensors after a
 /// backward has returned.
 inline bool comes_to(int64_t bytes) {
