@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
     "code lines of lib, hooks and include": 31_149,
-    "code lines of the Python package": 7_779,
+    "code lines of the Python package": 7_775,
     "code lines in the closure of lib/frame": 11_748,
     "classes with over 25 functions or 20 members": 11,
     "functions over 100 lines": 1,
