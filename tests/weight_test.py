@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
     "code lines of lib, hooks and include": 30_755,
-    "code lines of the Python package": 7_767,
+    "code lines of the Python package": 7_775,
     "code lines in the closure of lib/frame": 11_715,
     "classes with over 25 functions or 20 members": 7,
     "functions over 100 lines": 1,

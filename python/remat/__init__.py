@@ -13,14 +13,10 @@ Threads: everything here may be called from any thread; a guard is the affair of
 from __future__ import annotations
 
 from ._extension import _remat as _remat  # first: it says what is wrong if the extension does not fit
-<<<<<<< HEAD
 from . import _build
-from ._errors import CheckpointError, ErrorKind, Mismatch
-=======
 
 # fmt: off
 from ._errors import BudgetExceeded, CheckpointError, ErrorKind, Mismatch
->>>>>>> layers
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (
     CheckpointPolicy, Policy, offload_names, offload_ops, save_all_but_names, save_matmuls, save_names, save_ops,
