@@ -154,7 +154,7 @@ TEST_CASE("what takes longer to make than to copy moves beside the work", "[budg
   {
     const BudgetGuard guard(options);
     // The times are measured, and those of a busy machine may be wrong at first.
-    for (int i = 0; i < 3 || (i < 10 && guard.report().moves == 0); ++i)
+    for (int i = 0; i < 3 || (i < 40 && guard.report().moves == 0); ++i)
       require_bit_equal(program(weights), plain);
     report = guard.report();
   }
