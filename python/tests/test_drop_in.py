@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import remat
 from remat import _drop_in as drop_in
-from common import Case, CountedFunction, gradient, leaf, operators, run_python, run_script
+from common import Case, CountedFunction, gradient, leaf, operators, run_python, run_script, sampled, whole
 from drop_in_case import DropIn, region
 
 # Newer releases of upstream, unlike 2.11 and 2.7, take `early_stop` as an argument, and tell the contexts of a forward that it
