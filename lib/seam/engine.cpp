@@ -50,8 +50,10 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 // with one entry is checked without a search.
 //
 // Every region inserts the entry twice and removes it twice, since a key left behind would cost
-// every node of every backward a copy of the map. The explicit instantiation below may name a
-// private member; a LibTorch without it does not compile.
+// every node of every backward a copy of the map. Usually there is no other entry, so a map with
+// our entry alone is stored in between and swapped with the empty one. In a backward that Python
+// began there is another entry, the context's; then the map's node is stored. The explicit
+// instantiation below may name a private member; a LibTorch without it does not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -61,19 +63,37 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
+/// Memory for an entry, while the thread has none.
+struct Spare {
+  EntryMap map{{slot_key(), nullptr}};  ///< with our key and a null entry; empty while in use
+  EntryMap::node_type node;             ///< for a map with other entries; may be empty
+  ~Spare();
+};
+
 /// Data that a thread looks up once. Without constructor or destructor, so that reading it costs no
 /// check.
 struct ThreadPart {
   EntryMap* entries = nullptr;
+  Spare* spare = nullptr;
   const std::string* key = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* foreign_hooks = nullptr;
+  bool is_ending = false;  ///< scopes may still close after the spare is gone
 };
 constinit thread_local ThreadPart thread_part;
+
+Spare::~Spare() {
+  thread_part.spare = nullptr;
+  thread_part.is_ending = true;
+}
 
 /// LibTorch returns its map as const, but the map itself is not const.
 [[gnu::noinline]] void fill(ThreadPart& part) {
   part.key = &slot_key();
   part.foreign_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
+  if (!part.is_ending) {
+    thread_local Spare spare;
+    part.spare = &spare;
+  }
   part.entries =
       const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
@@ -217,6 +237,41 @@ ThreadEntry* entry_of(const ThreadPart& part) {
                                                                   : entry_behind(*found->second);
 }
 
+/// See Note [Reading the entry]. Requires that our entry is absent.
+void add_entry(const ThreadPart& part, std::shared_ptr<c10::SafePyObject> handle) {
+  EntryMap& entries = *part.entries;
+  Spare* const spare = part.spare;
+  if (spare != nullptr && entries.empty() && !spare->map.empty()) {
+    entries.swap(spare->map);
+    entries.begin()->second = std::move(handle);
+  } else if (spare != nullptr && !spare->node.empty()) {
+    spare->node.mapped() = std::move(handle);
+    try {
+      entries.insert(std::move(spare->node));
+    } catch (...) {  // out of memory
+      if (!spare->node.empty()) spare->node.mapped() = nullptr;
+      throw;
+    }
+  } else {
+    entries.emplace(*part.key, std::move(handle));
+  }
+}
+
+/// See Note [Reading the entry]. The entry's pointer has been moved from.
+void remove_entry(const ThreadPart& part, EntryMap::iterator ours) {
+  EntryMap& entries = *part.entries;
+  Spare* const spare = part.spare;
+  if (spare != nullptr && entries.size() == 1 && spare->map.empty()) {
+    ours->second = nullptr;
+    entries.swap(spare->map);
+  } else if (spare != nullptr && spare->node.empty()) {
+    ours->second = nullptr;
+    spare->node = entries.extract(ours);
+  } else {
+    entries.erase(ours);
+  }
+}
+
 }  // namespace
 
 ThreadEntry* thread_entry() { return entry_of(this_thread()); }
@@ -238,17 +293,14 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
   EntryMap& entries = *part.entries;
   const auto found = entries.empty() ? entries.end() : find_entry(part);
   if (found == entries.end()) {
-    if (entry != nullptr) entries.emplace(*part.key, handle_of(std::move(entry)));
+    if (entry != nullptr) add_entry(part, handle_of(std::move(entry)));
     return nullptr;
   }
   auto previous = entry_behind(std::move(found->second));
-  if (entry != nullptr) {
+  if (entry != nullptr)
     found->second = handle_of(std::move(entry));
-  } else if (entries.size() > 1) {
-    entries.erase(found);
-  } else {
-    EntryMap().swap(entries);  // an empty map that has buckets costs each node memory, too
-  }
+  else
+    remove_entry(part, found);
   return previous;
 }
 
