@@ -78,6 +78,7 @@ class CapturedOperands {
   std::vector<const CapturedOperand*> changed() const;
   /// Returns whether there are no operands, as in most regions.
   bool is_empty() const { return noted_ == nullptr; }
+  void clear() { noted_.reset(); }
   bool has(const c10::VariableVersion& counter) const {
     return noted_ != nullptr && noted_->has(counter);
   }

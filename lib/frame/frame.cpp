@@ -59,15 +59,23 @@ void Frame::release_resources() {
   thread_local std::vector<Contents>* waiting = nullptr;
   count(live_counters.frames_ended);
   slots_.clear();
-  Contents contents{std::move(operands_),      std::move(recorded_), surroundings_.release(),
-                    values_.release(),         std::move(inputs_),   std::move(region_.body),
-                    std::move(region_.extras), std::move(keeper_)};
-  if (waiting != nullptr) return waiting->push_back(std::move(contents));
+  if (waiting != nullptr) {
+    waiting->push_back({std::move(operands_), std::move(recorded_), surroundings_.release(),
+                        values_.release(), std::move(inputs_), std::move(region_.body),
+                        std::move(region_.extras), std::move(keeper_)});
+    return;
+  }
   std::vector<Contents> queue;
   waiting = &queue;
-  {
-    const Contents own = std::move(contents);
-  }
+  // In place, since moving the parts of every frame takes longer than destroying them.
+  keeper_.reset();
+  region_.extras.reset();
+  region_.body.reset();
+  inputs_.clear();
+  values_.clear();
+  surroundings_.release().reset();
+  recorded_.reset();
+  operands_.clear();
   while (!queue.empty()) {
     const Contents next = std::move(queue.back());
     queue.pop_back();

@@ -95,6 +95,8 @@ class Inputs {
   /// region ignores buffers.
   bool note_statistics(const Region& region, const c10::StorageImpl* statistics);
 
+  void clear() { saved_.clear(); }
+
   /// Returns the storages of the inputs. Empty after the function has returned, if no input is
   /// compared any more.
   const StorageSet& storages() const { return storages_; }

@@ -50,6 +50,7 @@ class ValuesByTask {
 
   using All = c10::SmallVector<std::shared_ptr<RecomputedValues>, 1>;
   All release() { return std::move(all_); }
+  void clear() { all_.clear(); }
 
  private:
   Value take(const Region& region, RecomputedValues& values, int64_t position, const Task& task);
