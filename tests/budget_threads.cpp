@@ -94,6 +94,34 @@ TEST_CASE("a dropped mask comes again, whatever other threads draw", "[budget]")
   }
 }
 
+TEST_CASE("a write to a tensor that died says nothing of a new tensor at its address", "[budget]") {
+  const Tensor w = leaf({side, side});
+  const BudgetGuard guard({.bytes = 4 * layer_bytes, .min_bytes = 0});
+  Tensor dying = at::ones({side, side});
+  dying.add_(1);  // the last operator of this thread until the other thread has made its graph
+  const void* const address = dying.storage().unsafeGetStorageImpl();
+  dying = Tensor();
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), layer_bytes, at::getCPUAllocator(), true);
+  CHECK(storage.get() != address);
+  std::memset(storage->mutable_data(), 0, layer_bytes);
+  Tensor grad;
+  std::atomic<bool> is_made{false}, is_settled{false};
+  std::thread other([&] {
+    const BudgetGuard own({.bytes = 4 * layer_bytes, .min_bytes = 0});
+    Tensor y = at::empty({0}).set_(c10::Storage(storage), 0, {side, side}, {}).add(1) * w;
+    for (int i = 0; i < 6; ++i) y = y.exp().tanh();
+    is_made = true;
+    while (!is_settled) std::this_thread::yield();
+    grad = torch::autograd::grad({y.sum()}, {w})[0];
+  });
+  while (!is_made) std::this_thread::yield();
+  w.sin();
+  is_settled = true;
+  other.join();
+  CHECK(grad.isfinite().all().item<bool>());
+}
+
 TEST_CASE("a new tensor that another thread writes to is a source", "[budget]") {
   const Tensor w = leaf({side, side});
   const auto grad_within = [&](int64_t bytes) {
