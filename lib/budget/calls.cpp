@@ -176,9 +176,9 @@ class Call {
   /// Makes sure that dropped values do not need the old content of a storage.
   void prepare_write(Value& source, c10::SmallVector<Value*, 1>& to_copy, Dead& dead) {
     Graph& graph = Graph::get();
-    graph.own(source);
+    source.own();
     owned_.push_back(&source);
-    if (graph.is_needed(source))
+    if (source.is_needed())
       to_copy.push_back(&source);
     else
       graph.settle_readers(source, dead);
@@ -242,7 +242,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     for (const at::Tensor& each : written_) {
       Value* const old = graph.value_at(*storage_of(each), dead);
       if (old != nullptr && old->is_blank() && !(kind_.fills && is_whole(each))) {
-        graph.own(*old);
+        old->own();
         owned_.push_back(old);
         graph.become_source(*old, dead);
       }
@@ -266,7 +266,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
         Value& value = graph.value_or_source(tensor, runtime_, dead);
         geometry.value = &value;
         value.last_use = runtime_.clock;
-        graph.own(value);
+        value.own();
         owned_.push_back(&value);
         if (value.is_blank() && !is_written(tensor)) graph.become_source(value, dead);
         read.push_back(&value);
@@ -299,7 +299,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
           argument.plain = value;
         }
       }
-      graph.add_reads(*record_, read);
+      record_->add_reads(read);
       for (const at::Tensor& each : written_)
         record_->written.push_back(graph.value_at(*storage_of(each), dead));
     }
@@ -348,7 +348,7 @@ void Call::keep_old_content(Value& source) {
   c10::Storage content;
   {
     const std::lock_guard<std::mutex> lock(graph.mutex());
-    content = Graph::content_of(source);
+    content = source.content();
   }
   if (!content) return;
   c10::Storage copy = copy_of(content);
@@ -374,11 +374,11 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   }
   if (!can || (made.empty() && written_.empty())) return forget(written_, dead);
   Record* const record = record_.release();
-  record->number = graph.next_number();
+  const uint64_t number = record->number = graph.next_number();
   record->is_blank = kind_.is_blank;
   record->cost = CostTable::get().cost(hash_, seconds);
   runtime_.clock += record->cost;
-  runtime_.note_operator();
+  runtime_.bounds().note_operator();
   for (const at::Tensor& each : written_) {
     c10::StorageImpl& storage = *storage_of(each);
     if (!is_end_known(storage)) {  // then the storage gets no value that can be dropped
@@ -387,7 +387,7 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
       continue;
     }
     Value* const old = graph.value_at(storage, dead);  // the record owns it, if it reads it
-    if (old != nullptr) graph.own(*old);
+    if (old != nullptr) old->own();
     graph.forget(storage, dead);
     Value& now = graph.make(storage, record, runtime_);
     if (old != nullptr && !old->saves.empty()) {
@@ -417,7 +417,13 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   // A loop that saves nothing must not record without end. See Note [When nothing is saved].
   graph.look_for_ends(dead);
   constexpr uint64_t many = 4'096;
-  if (graph.num_records() % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
+  if (number % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
+}
+
+/// Returns whether the cost of the call is still learned.
+bool is_learning(uint64_t call) {
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  return CostTable::get().is_learning(call);
 }
 
 /// Runs an operator of this thread, and records it if it can run again.
@@ -445,7 +451,7 @@ void run_in_budget(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   std::optional<c10::Device> far;
   std::optional<RoomForCall> room;
   uint64_t hash = 0;
-  if (!runtime.far_bounds().empty()) {
+  if (!runtime.bounds().far().empty()) {
     const auto arguments = arguments_of(op, stack);
     far = far_device_of(arguments);
     hash = hash_of_call(traits, arguments);
@@ -458,7 +464,7 @@ void run_in_budget(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   Call call(op, traits, kind, runtime, hash, far);
   call.begin(stack, !is_in_region && can_be_recorded(kind, runtime, arguments_of(op, stack), far));
   // The time of a call on an accelerator is known only if the host waits for it.
-  const bool is_waited_for = far.has_value() && call.is_recorded() && Runtime::is_learning(hash);
+  const bool is_waited_for = far.has_value() && call.is_recorded() && is_learning(hash);
   if (is_waited_for) wait_for(stream_of(*far));
   const auto start = std::chrono::steady_clock::now();
   if (is_in_region) {
@@ -471,7 +477,7 @@ void run_in_budget(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const std::chrono::duration<float> taken = std::chrono::steady_clock::now() - start;
   if (room.has_value()) room->end();
   call.end(stack, taken.count());
-  if (runtime.has_movers()) runtime.move_ahead();
+  if (runtime.bounds().has_movers()) runtime.move_ahead();
 }
 
 [[maybe_unused]] const bool runs_in_budgets = (layers.run_in_budget = run_in_budget, true);

@@ -8,7 +8,6 @@
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
 #include "lib/observe/counted_memory.h"
-#include "lib/seam/plain_tensor.h"
 
 namespace remat::budget {
 
@@ -22,36 +21,6 @@ ByStorage& by_storage() {
 }
 
 }  // namespace
-
-Geometry::Geometry(const at::Tensor& tensor)
-    : keys(tensor.key_set()),
-      dtype(tensor.dtype()),
-      sizes(tensor.sizes().begin(), tensor.sizes().end()),
-      strides(tensor.strides().begin(), tensor.strides().end()),
-      offset(tensor.storage_offset()) {}
-
-at::Tensor Geometry::on(c10::Storage storage) const {
-  at::Tensor tensor = seam::plain_tensor(std::move(storage), keys, dtype);
-  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  impl.set_version_counter(c10::VariableVersion(0));
-  impl.set_sizes_and_strides(sizes, strides, offset);
-  return tensor;
-}
-
-void Value::note_version(const at::Tensor& tensor) {
-  if (tensor.is_inference()) return;
-  counter = tensor.unsafeGetTensorImpl()->version_counter();
-  version = counter.current_version();
-}
-
-// Factories like `torch::full` return a shallow copy with a version counter of its own, which
-// begins at 0. The counter noted at the operator then counts no writes, and nothing else refers to
-// it.
-bool Value::is_content_of(const at::Tensor& tensor) {
-  if (!counter.enabled() || !counter.unique()) return !has_changed();
-  note_version(tensor);
-  return version == 0;
-}
 
 Graph& Graph::get() {
   static auto* const graph = new Graph;  // leaked: tensors outlive static objects
@@ -79,7 +48,7 @@ void Graph::list(Value& value, c10::StorageImpl& storage) {
   value.data = address_of_data(storage);
   by_storage()[&storage] = &value;
   note_storage_beside(storage);
-  if (!value.is_source()) own(value);
+  if (!value.is_source()) value.own();
 }
 
 void Graph::unlist(Value& value) {
@@ -102,7 +71,7 @@ Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& 
   Value& made = make(storage, nullptr, runtime);
   made.held = tensor.storage();
   made.note_version(tensor);
-  runtime.source_held(made.device, made.bytes);
+  runtime.bounds().source_held(made.device, made.bytes);
   runtime.add_source(made);
   return made;
 }
@@ -122,12 +91,6 @@ Value& Graph::make(c10::StorageImpl& storage, Record* record, Runtime& runtime) 
   return *value;
 }
 
-c10::Storage Graph::content_of(const Value& value) {
-  c10::Storage content = value.held ? value.held : c10::Storage(value.where.lock());
-  const bool is_gone = content && !value.device.is_cpu() && content.data_ptr().get() != value.data;
-  return is_gone ? c10::Storage() : content;
-}
-
 void Graph::set_content(Value& value, c10::Storage storage) {
   list(value, *storage.unsafeGetStorageImpl());
   value.runtime->hold(value, std::move(storage));
@@ -137,7 +100,7 @@ void Graph::let_go(Value& value, Dead& dead) {
   if (!value.held) return;
   if (value.moved != nullptr && !value.is_away()) value.runtime->end_move(value, dead);
   value.runtime->unpool(value);
-  if (value.is_source()) value.runtime->source_held(value.device, -value.bytes);
+  if (value.is_source()) value.runtime->bounds().source_held(value.device, -value.bytes);
   value.is_rerun = false;
   dead.storages.push_back(std::exchange(value.held, {}));
 }
@@ -165,7 +128,7 @@ void Graph::look_for_ends(Dead& dead) {
   if (num_far_ < max_far_) return;
   std::vector<Value*> ended;
   for (const auto& [storage, value] : by_storage())
-    if (!value->device.is_cpu() && !has_content(*value)) ended.push_back(value);
+    if (!value->device.is_cpu() && !value->has_content()) ended.push_back(value);
   for (Value* const value : ended)  // one that dies in this loop is freed with `dead`
     if (value->is_listed) lose(*value, dead);
   max_far_ = std::max<std::size_t>(256, 2 * num_far_);
@@ -175,7 +138,7 @@ void Graph::move_saves(Value& from, Value& to, Dead& dead) {
   const auto saves = std::exchange(from.saves, {});
   for (Save* const each : saves) {
     each->value = &to;
-    own(to);
+    to.own();
     to.saves.push_back(each);
     to.runtime->note_save();
     from.runtime->note_end_of_save(dead);
@@ -189,23 +152,23 @@ void Graph::forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& de
 
 void Graph::supersede(Value& old, c10::StorageImpl& storage, Runtime& runtime, Dead& dead) {
   if (old.saves.empty()) return end(old, dead);
-  own(old);
+  old.own();
   end(old, dead);
   Value& now = make(storage, nullptr, runtime);
   now.held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
-  runtime.source_held(now.device, now.bytes);
+  runtime.bounds().source_held(now.device, now.bytes);
   runtime.add_source(now);
   move_saves(old, now, dead);
   disown(old, dead);
 }
 
 void Graph::become_source(Value& value, Dead& dead) {
-  c10::Storage content = content_of(value);
+  c10::Storage content = value.content();
   if (value.is_source() || (!content && !value.is_away())) return;
   value.runtime->unpool(value);
   Record& record = *std::exchange(value.record, nullptr);
   std::replace(record.results.begin(), record.results.end(), &value, static_cast<Value*>(nullptr));
-  if (content) value.runtime->source_held(value.device, value.bytes);
+  if (content) value.runtime->bounds().source_held(value.device, value.bytes);
   if (value.held)
     dead.storages.push_back(std::move(content));
   else
@@ -226,10 +189,10 @@ void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
   source.runtime->add_source(source);
   if (!source.saves.empty()) {
-    own(source);
+    source.own();
     Value& now = make(*written.unsafeGetStorageImpl(), nullptr, *source.runtime);
     now.held = written;
-    now.runtime->source_held(now.device, now.bytes);
+    now.runtime->bounds().source_held(now.device, now.bytes);
     now.runtime->add_source(now);
     move_saves(source, now, dead);
     disown(source, dead);
@@ -246,7 +209,7 @@ void Graph::settle_readers(Value& source, Dead& dead) {
     for (const Read* read = next.reads; read != nullptr; read = read->next) {
       if (std::exchange(read->record->walk, walk) == walk) continue;
       for (Value* const result : read->record->results)
-        if (result != nullptr) (is_available(*result) ? there : made_of).push_back(result);
+        if (result != nullptr) (result->is_available() ? there : made_of).push_back(result);
     }
   }
   for (Value* const each : there)  // a value that died in this loop is freed with `dead`
@@ -256,20 +219,6 @@ void Graph::settle_readers(Value& source, Dead& dead) {
 void Graph::discard(Record* record, Dead& dead) {
   dead.records_to_bury.push_back(record);
   bury(dead);
-}
-
-void Graph::add_reads(Record& record, c10::ArrayRef<Value*> values) {
-  record.reads.reserve(values.size());
-  for (Value* const value : values) {
-    const bool is_known = std::any_of(record.reads.begin(), record.reads.end(),
-                                      [&](const Read& each) { return each.value == value; });
-    if (is_known) continue;
-    Read& read = record.reads.emplace_back();
-    read = {value, &record, nullptr, value->reads};
-    if (value->reads != nullptr) value->reads->before = &read;
-    value->reads = &read;
-    own(*value);
-  }
 }
 
 void Graph::disown(Value& value, Dead& dead) {
@@ -311,24 +260,6 @@ void Graph::bury(Dead& dead) {
   dead.is_burying = false;
 }
 
-bool Graph::is_needed(const Value& value) {
-  const uint64_t walk = next_walk();
-  std::vector<const Value*> made_of{&value};
-  while (!made_of.empty()) {
-    const Value& next = *made_of.back();
-    made_of.pop_back();
-    for (const Read* read = next.reads; read != nullptr; read = read->next) {
-      if (std::exchange(read->record->walk, walk) == walk) continue;
-      for (const Value* const result : read->record->results) {
-        if (result == nullptr || is_available(*result)) continue;
-        if (!result->saves.empty() || result->num_locks > 0) return true;
-        made_of.push_back(result);
-      }
-    }
-  }
-  return false;
-}
-
 void Graph::cut(const Runtime& runtime, Dead& dead) {
   std::vector<Value*> alive;
   for (const auto& [storage, value] : by_storage())
@@ -336,12 +267,7 @@ void Graph::cut(const Runtime& runtime, Dead& dead) {
   // A value that dies in this loop is freed with `dead`.
   for (Value* const value : alive)
     if (value->is_listed && !value->is_source())
-      has_content(*value) ? become_source(*value, dead) : end(*value, dead);
-}
-
-bool Graph::has_content(const Value& value) {
-  if (value.device.is_cpu()) return value.held || (value.is_listed && !value.where.expired());
-  return static_cast<bool>(content_of(value));
+      value->has_content() ? become_source(*value, dead) : end(*value, dead);
 }
 
 bool Graph::data_freed(const void* storage, const void* data) noexcept {
@@ -351,8 +277,8 @@ bool Graph::data_freed(const void* storage, const void* data) noexcept {
   if (found == by_storage().end() || found->second->data != data) return false;
   Value& value = *found->second;
   if (value.is_source() && value.held && value.reads != nullptr) {
-    own(value);
-    const bool is_kept = is_needed(value);
+    value.own();
+    const bool is_kept = value.is_needed();
     if (is_kept)
       move_content(value, storage_of_data(take_over(data), value.bytes), dead);
     else

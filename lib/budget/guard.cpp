@@ -104,7 +104,7 @@ void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes, boo
     visit_runtimes([&](Runtime& each) {
       freed += each.make_room(wanted, live_bytes - freed, dead, copy);
       if (copy != nullptr) return;
-      const Bound* const bound = each.refusing(device, live_bytes - freed + bytes);
+      const Bound* const bound = each.bounds().refusing(device, live_bytes - freed + bytes);
       if (bound == nullptr || !is_on_its_thread(each)) return;
       needed = live_bytes - freed + bytes - bound->base_bytes;
       floor = bound->report.floor_bytes;
@@ -132,7 +132,7 @@ void announce_allocation(c10::Device device, int64_t bytes) {
   if (!device.is_cpu()) {
     const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
     budget::visit_runtimes([&](const budget::Runtime& each) {
-      for (const budget::Bound* const bound : each.far_bounds())
+      for (const budget::Bound* const bound : each.bounds().far())
         if (bound->is_of(device)) memory = &bound->memory;
     });
   }

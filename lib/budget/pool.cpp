@@ -21,13 +21,13 @@ bool can_drop(const Value& value, const Pool::Now& now) {
 }
 
 double score_of(const Value& value, const Pool::Now& now) {
-  const double distance = std::max(now.cursor - value.first, 0.0) + 1e-6;
-  return value.cost / (static_cast<double>(value.bytes) * std::sqrt(distance));
+  const double distance = std::max(now.cursor - value.look.first, 0.0) + 1e-6;
+  return value.look.cost / (static_cast<double>(value.bytes) * std::sqrt(distance));
 }
 
 /// Returns the score by the latest costs; -1 if they are unknown.
 double known_score(const Value& value, const Pool::Now& now) {
-  return value.cost < 0 ? -1.0 : score_of(value, now);
+  return value.look.cost < 0 ? -1.0 : score_of(value, now);
 }
 
 // ---- other choices, for comparison ----
@@ -43,7 +43,7 @@ double seconds_of_dropped_above(const Value& value, uint64_t walk) {
     waiting.pop_back();
     for (const Read& read : record.reads) {
       Record* const made_by = read.value->record;
-      if (made_by == nullptr || made_by->walk == walk || Graph::is_available(*read.value)) continue;
+      if (made_by == nullptr || made_by->walk == walk || read.value->is_available()) continue;
       made_by->walk = walk;
       sum += made_by->cost;
       waiting.push_back(made_by);
@@ -64,7 +64,7 @@ double seconds_of_dropped_below(const Value& value, uint64_t walk) {
       read->record->walk = walk;
       bool is_counted = false;
       for (const Value* const result : read->record->results) {
-        if (result == nullptr || Graph::is_available(*result)) continue;
+        if (result == nullptr || result->is_available()) continue;
         if (!is_counted) sum += read->record->cost;
         is_counted = true;
         waiting.push_back(result);
@@ -84,9 +84,8 @@ double score_in_trial(Choice choice, const Value& value, double now) {
     default:
       break;
   }
-  Graph& graph = Graph::get();
-  const double above_s = seconds_of_dropped_above(value, graph.next_walk());
-  const double below_s = seconds_of_dropped_below(value, graph.next_walk());
+  const double above_s = seconds_of_dropped_above(value, next_walk());
+  const double below_s = seconds_of_dropped_below(value, next_walk());
   const double own_s = value.is_source() ? 0 : value.record->cost;
   return (own_s + above_s + below_s) / (static_cast<double>(value.bytes) * stale_s);
 }
@@ -115,24 +114,24 @@ Value* choose_in_trial(Trial& trial, c10::ArrayRef<Value*> values, const Pool::N
 }  // namespace
 
 void Pool::put(Value& value) {
-  value.place = static_cast<int32_t>(values_.size());
+  value.pooled.place = static_cast<int32_t>(values_.size());
   values_.push_back(&value);
   ++num_added_;
   if (!value.is_source() || value.is_away()) count(value);
 }
 
 void Pool::count(Value& value) {
-  if (!std::exchange(value.is_counted, true)) bytes_ += value.bytes;
+  if (!std::exchange(value.pooled.is_counted, true)) bytes_ += value.bytes;
 }
 
 void Pool::remove(Value& value) {
-  if (value.place < 0) return;
-  const auto place = static_cast<std::size_t>(std::exchange(value.place, -1));
+  if (value.pooled.place < 0) return;
+  const auto place = static_cast<std::size_t>(std::exchange(value.pooled.place, -1));
   values_[place] = values_.back();
-  if (values_[place] != &value) values_[place]->place = static_cast<int32_t>(place);
+  if (values_[place] != &value) values_[place]->pooled.place = static_cast<int32_t>(place);
   values_.pop_back();
-  if (std::exchange(value.is_counted, false)) bytes_ -= value.bytes;
-  if (std::exchange(value.is_short, false))
+  if (std::exchange(value.pooled.is_counted, false)) bytes_ -= value.bytes;
+  if (std::exchange(value.pooled.is_short, false))
     *std::find(shortlist_.begin(), shortlist_.end(), &value) = nullptr;
 }
 
@@ -147,7 +146,7 @@ void look_closely(Value& value) {
   constexpr std::size_t max_seen = 64;
   std::array<const Record*, max_seen> records;
   std::size_t num_seen = 0;
-  const uint64_t walk = Graph::get().next_walk();
+  const uint64_t walk = next_walk();
   double cost = 0;
   if (value.is_away()) {
     cost = value.moved->seconds_back();
@@ -159,9 +158,9 @@ void look_closely(Value& value) {
   for (std::size_t next = 0; next < num_seen; ++next)
     for (const Read& read : records[next]->reads) {
       Record* const made_by = read.value->record;
-      if (read.value->is_away() && !Graph::has_content(*read.value))
+      if (read.value->is_away() && !read.value->has_content())
         cost += read.value->moved->seconds_back();
-      if (made_by == nullptr || made_by->walk == walk || Graph::is_available(*read.value)) continue;
+      if (made_by == nullptr || made_by->walk == walk || read.value->is_available()) continue;
       if (num_seen == max_seen) break;
       made_by->walk = walk;
       records[num_seen++] = made_by;
@@ -172,20 +171,20 @@ void look_closely(Value& value) {
   num_seen = 0;
   made_of[num_seen++] = &value;
   std::size_t num_records = 0;
-  const uint64_t walk_down = Graph::get().next_walk();
+  const uint64_t walk_down = next_walk();
   for (std::size_t next = 0; next < num_seen; ++next)
     for (const Read* read = made_of[next]->reads; read != nullptr; read = read->next) {
       if (read->record->walk == walk_down || num_records == max_seen) continue;
       read->record->walk = walk_down;
       ++num_records;
       for (const Value* const result : read->record->results) {
-        if (result == nullptr || Graph::is_available(*result)) continue;
+        if (result == nullptr || result->is_available()) continue;
         first = std::max(first, result->last_save());
         if (num_seen < max_seen) made_of[num_seen++] = result;
       }
     }
-  value.cost = first >= 0 ? static_cast<float>(cost) : 0;
-  value.first = first;
+  value.look.cost = first >= 0 ? static_cast<float>(cost) : 0;
+  value.look.first = first;
 }
 
 Value* Pool::cheapest_of(c10::ArrayRef<Value*> values, const Now& now) {
@@ -222,10 +221,10 @@ void Pool::make_shortlist(const Now& now) {
   const std::size_t count = std::min(all.size(), values_.size() / num_pool_for_one);
   std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(count), all.end());
   for (Value* const value : shortlist_)
-    if (value != nullptr) value->is_short = false;
+    if (value != nullptr) value->pooled.is_short = false;
   shortlist_.clear();
   for (std::size_t i = 0; i < count; ++i) {
-    all[i].second->is_short = true;
+    all[i].second->pooled.is_short = true;
     shortlist_.push_back(all[i].second);
   }
   num_choices_left_ = count / 2;

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/budget/graph.h"
+#include "lib/budget/value.h"
 
 namespace remat::budget {
 

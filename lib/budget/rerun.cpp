@@ -157,8 +157,7 @@ Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(recor
   const uint32_t settings = settings_now();
   if (settings != record.settings) throw_other_settings(record, settings);
   if (record.of_device.is_far) streams_ = runtime.own_streams();
-  for (const Read& read : record_.reads)
-    contents_.push_back({read.value, Graph::content_of(*read.value)});
+  for (const Read& read : record_.reads) contents_.push_back({read.value, read.value->content()});
   for (Content& each : contents_) {
     Value& value = *each.value;
     each.is_written =
@@ -170,7 +169,7 @@ Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(recor
     for (const Read* read = value.reads; read != nullptr; read = read->next)
       if (read->record != &record_)
         for (const Value* const result : read->record->results)
-          is_needed = is_needed || (result != nullptr && !Graph::has_content(*result));
+          is_needed = is_needed || (result != nullptr && !result->has_content());
     if (is_needed || !value.held) continue;
     each.is_stolen = true;
     Graph::get().forget(*each.storage.unsafeGetStorageImpl(), dead);
@@ -245,7 +244,7 @@ void Rerun::end(Dead& dead) {
                   record_.traits->name, made_.size(), record_.results.size());
   for (std::size_t i = 0; i < made_.size(); ++i) {
     Value* const value = record_.results[i];
-    if (value == nullptr || Graph::has_content(*value)) {
+    if (value == nullptr || value->has_content()) {
       dead.storages.push_back(std::move(made_[i]));
       continue;
     }
@@ -319,7 +318,7 @@ class Again {
 /// Returns whether a source's storage got other data, as by `resize_` of the storage.
 bool has_other_data(const Value& source) {
   if (source.data == nullptr) return false;
-  const c10::Storage content = Graph::content_of(source);
+  const c10::Storage content = source.content();
   return content.data_ptr().get() != source.data ||
          static_cast<int64_t>(content.nbytes()) < source.bytes;
 }
@@ -327,11 +326,11 @@ bool has_other_data(const Value& source) {
 /// Returns whether a value has its content. A content that was changed unseen is released.
 bool is_there(Value& value, const Record& reader, Dead& dead) {
   if (value.has_changed() && (!value.is_source() || value.is_away()))
-    if (c10::Storage content = Graph::content_of(value)) {
+    if (c10::Storage content = value.content()) {
       Graph::get().forget(*content.unsafeGetStorageImpl(), dead);
       dead.storages.push_back(std::move(content));  // may be the last reference
     }
-  const bool is_there = !value.has_changed() && Graph::has_content(value);
+  const bool is_there = !value.has_changed() && value.has_content();
   if (value.is_source() && !value.is_away() && (!is_there || has_other_data(value)))
     throw_changed_source(reader);
   return is_there;
@@ -370,7 +369,7 @@ Value* Again::prepare(Dead& dead) {
 void Again::read_back(Value& value) {
   const std::shared_ptr<Moved> moved = value.moved;  // stays as long as the value, which is owned
   c10::SmallVector<c10::Stream, 1> streams;
-  for (const Bound* const bound : runtime_.far_bounds())
+  for (const Bound* const bound : runtime_.bounds().far())
     if (bound->is_of(value.device))
       announce(value.device, value.bytes, bound->memory.live_bytes(), /*in_allocator=*/false);
   if (!value.device.is_cpu()) {
@@ -387,7 +386,7 @@ void Again::read_back(Value& value) {
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     value.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     value.is_rerun = !value.is_source() && value.saves.empty();
-    if (Graph::has_content(value))
+    if (value.has_content())
       dead.storages.push_back(std::move(content));
     else
       Graph::get().set_content(value, std::move(content));
@@ -406,12 +405,12 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   rerun.end(dead);
   for (Value* const each : record.results)
-    if (each != nullptr && Graph::has_content(*each)) {
+    if (each != nullptr && each->has_content()) {
       ++each->num_locks;
       kept_.push_back(each);
     }
   if (!kept_.empty()) {
-    kept_.front()->runtime->note_rerun(seconds);
+    kept_.front()->runtime->bounds().note_rerun(seconds);
     kept_.front()->runtime->clock += record.cost;
     Trial::get().work.rerun_s += record.cost;
   }
@@ -451,7 +450,7 @@ void Again::run() {
       continue;
     }
     std::optional<RoomForCall> room;
-    if (!runtime_.far_bounds().empty()) room.emplace(runtime_, record->call);
+    if (!runtime_.bounds().far().empty()) room.emplace(runtime_, record->call);
     const std::string_view name = record->traits->name;  // the record may end with its rerun
     const auto start = std::chrono::steady_clock::now();
     rerun->run();
@@ -477,11 +476,11 @@ c10::Storage content_again(const Save& save, Runtime& runtime) {
     runtime.cursor = save.clock;
     value = save.value;
     value->last_use = runtime.clock;
-    c10::Storage content = Graph::content_of(*value);
+    c10::Storage content = value->content();
     if (!content && value->is_source() && value->held) {  // other data came unseen
       graph.lose(*value, dead);
       value = save.value;
-      content = Graph::content_of(*value);
+      content = value->content();
     }
     if (!content) return content;
     value->runtime->hold(*value, content);

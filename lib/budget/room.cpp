@@ -9,7 +9,7 @@
 namespace remat::budget {
 
 RoomForCall::RoomForCall(Runtime& runtime, uint64_t call) : runtime_(runtime) {
-  for (const Bound* const bound : runtime.far_bounds()) {
+  for (const Bound* const bound : runtime.bounds().far()) {
     const c10::Device device = bound->options.device;
     const bool is_known = std::any_of(places_.begin(), places_.end(),
                                       [&](const Place& each) { return each.bound->is_of(device); });
@@ -35,7 +35,7 @@ void RoomForCall::end() {
     if (taken <= each.expected_bytes) continue;
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     CostTable::get().note_bytes(each.call, taken);
-    runtime_.note_alive(each.bound->options.device, most);
+    runtime_.bounds().note_alive(each.bound->options.device, most);
   }
 }
 

@@ -1,11 +1,5 @@
 #pragma once
-// The budget of one thread: its bounds, the room for allocations, and the report.
-//
-// Note [Below the floor]
-// Operands of the running operator, and tensors that the program holds, cannot be dropped. If they
-// alone exceed the budget, dropping everything else after each operator would only cost time. So
-// the bound is raised to a tenth above the memory that was needed, and the report counts the
-// excess.
+// The budget of one thread: its values, the room for allocations, and the moves.
 //
 // Note [Room on accelerators]
 // The CPU's allocator asks for room inside each allocation. The allocators of accelerators do not,
@@ -19,26 +13,13 @@
 #include <optional>
 #include <vector>
 
+#include "lib/budget/bounds.h"
 #include "lib/budget/graph.h"
+#include "lib/budget/moves.h"
 #include "lib/budget/pool.h"
-#include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
-#include "remat/budget.h"
 
 namespace remat::budget {
-
-/// The options and the report of one guard. Guarded by the graph's lock.
-struct Bound {
-  explicit Bound(const BudgetOptions& options);
-  bool is_of(c10::Device device) const { return options.device == device; }
-  const BudgetOptions options;
-  MemorySource& memory;      ///< of the device
-  const int64_t base_bytes;  ///< memory alive at the guard's construction
-  int64_t most_bytes;        ///< limit of the live memory
-  /// The place of copies, until the guard has ended and nothing is saved; null: nothing moves.
-  std::shared_ptr<Mover> mover{};
-  BudgetReport report;
-};
 
 /// The state shared by nested guards of one thread. Callers hold the graph's lock, except where a
 /// comment says otherwise.
@@ -52,18 +33,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Adds the bound of a nested guard.
   void add(std::shared_ptr<Bound> bound);
   void remove(const Bound& bound);
+  Bounds& bounds() { return bounds_; }
+  const Bounds& bounds() const { return bounds_; }
 
   /// Keeps the content of a value with a record alive, in the pool.
   void hold(Value& value, c10::Storage storage);
   /// Releases a content that neither a saved tensor nor a rerun needs.
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
-  /// Adds to the bytes of sources on the device.
-  void source_held(c10::Device device, int64_t bytes);
 
   // See Note [Moving].
-  /// Returns whether values may move. Without the lock.
-  bool has_movers() const { return !moving_bounds_.empty(); }
   /// Copies values away beside the work, after an operator. Without the lock.
   void move_ahead();
   /// Puts a source that the budget keeps alive into the pool, if it may move.
@@ -97,47 +76,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// can be done.
   int64_t make_room(const Wanted& wanted, int64_t live_bytes, Dead& dead,
                     std::shared_ptr<Moved>& copy);
-  /// Returns the bound that refuses an allocation to `alive` bytes; or null.
-  const Bound* refusing(c10::Device device, int64_t alive) const;
-  /// Counts the memory alive in an operator that was not announced.
-  void note_alive(c10::Device device, int64_t alive);
-  /// Returns the accelerators with a bound. Without the lock.
-  const c10::SmallVector<Bound*, 1>& far_bounds() const { return far_bounds_; }
   /// Returns whether calls on the stream are recorded: the first one that works on its device.
   bool is_own(const c10::Stream& stream);
   /// Returns the streams whose calls are recorded, one for each device.
   const c10::SmallVector<c10::Stream, 1>& own_streams() const { return streams_; }
-  /// Returns whether the cost of the call is still learned. Without the lock.
-  static bool is_learning(uint64_t call);
-
-  void note_operator();
-  void note_rerun(double seconds);
 
   double clock = 0;   ///< [seconds] sum of the costs of recorded operators
   double cursor = 0;  ///< [seconds] the clock at the save that is made or read now
 
  private:
   Pool& pool_on(c10::Device device);
-  Mover* mover_on(c10::Device device) const;
-  /// Returns whether a copy of the value can begin.
-  bool can_move(Value& value, const Mover& mover);
-  std::shared_ptr<Moved> start_move(Value& value);
-  /// Looks for copies that have ended.
-  void settle_moves(Dead& dead);
-  std::shared_ptr<Moved> copy_to_wait_for(Pool& pool, bool in_allocator);
-  void choose_moves(Pool& pool, const Mover& mover, int64_t most_ahead,
-                    std::vector<std::shared_ptr<Moved>>& chosen);
-  const BudgetOptions& options() const { return bounds_.back()->options; }
-  int64_t most_bytes(c10::Device device) const;
-  /// Returns the least limit that the guards asked for on the device.
-  int64_t asked_bytes(c10::Device device) const;
-  /// Sets `recording::budget_limit` of the device. Returns whether it has changed.
-  static bool note_limit(c10::Device device);
 
-  std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
-  int64_t min_bytes_ = 0;
-  c10::SmallVector<Bound*, 1> far_bounds_, moving_bounds_;
-  std::vector<Value*> moving_;  // values whose copies have not ended
+  Bounds bounds_;
+  Moves moves_{bounds_};
   c10::SmallVector<Pool, 1> pools_;
   c10::SmallVector<c10::Stream, 1> streams_;  // of accelerators
   bool is_closed_ = false;

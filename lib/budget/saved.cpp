@@ -32,14 +32,14 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     if (is_source) value = runtime_->source_to_move(saved, dead);
     if (value != nullptr && !value->is_blank() && (is_source || value->is_content_of(saved))) {
       geometry_ = Geometry(saved);
-      graph.own(*value);
+      value->own();
       save_ = {value, runtime_->clock};
       has_value_ = true;
       runtime_->cursor = save_.clock;
       value->saves.push_back(&save_);
       value->runtime->note_save();
       if (!is_source) value->runtime->hold(*value, saved.storage());
-      value->cost = -1;
+      value->look.cost = -1;
       value->is_rerun = false;
       return;
     }
@@ -54,7 +54,7 @@ HeldInfo Saved::describe() const {
   info.dtype = has_value_ ? geometry_.dtype.toScalarType() : kept_.scalar_type();
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   if (has_value_) {
-    info.dropped = !Graph::has_content(*save_.value);
+    info.dropped = !save_.value->has_content();
     info.bytes = save_.value->bytes;
     info.owner = save_.value;
   } else if (kept_.has_storage()) {
@@ -124,7 +124,7 @@ Saved::~Saved() {
   const std::lock_guard<std::mutex> lock(graph.mutex());
   Value& value = *save_.value;
   value.saves.erase(std::find(value.saves.begin(), value.saves.end(), &save_));
-  value.cost = -1;
+  value.look.cost = -1;
   value.runtime->drop_if_unneeded(value, dead);
   const std::shared_ptr<Runtime> runtime = value.runtime;
   graph.disown(value, dead);

@@ -91,15 +91,15 @@ void Recording::add(Event event, int64_t frame_id, std::chrono::steady_clock::ti
       thread_numbers_
           .try_emplace(std::this_thread::get_id(), static_cast<int32_t>(thread_numbers_.size()) + 1)
           .first->second;
-  events_.push_back(std::move(event));
-  if (static_cast<int64_t>(events_.size()) <= options_.max_events) return;
-  if (events_.front().kind == EventKind::Budget) {
-    std::erase_if(budgets_before_,
-                  [&](const Event& each) { return each.device == events_.front().device; });
-    budgets_before_.push_back(std::move(events_.front()));
+  latest_.events.push_back(std::move(event));
+  if (static_cast<int64_t>(latest_.events.size()) <= options_.max_events) return;
+  if (latest_.events.front().kind == EventKind::Budget) {
+    std::erase_if(latest_.budgets_before,
+                  [&](const Event& each) { return each.device == latest_.events.front().device; });
+    latest_.budgets_before.push_back(std::move(latest_.events.front()));
   }
-  events_.pop_front();
-  ++dropped_;
+  latest_.events.pop_front();
+  ++latest_.dropped;
 }
 
 void Recording::add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64_t frame_id) {
@@ -173,7 +173,7 @@ void Recording::finish(const Pending& pending) {
   bars_.push_back(std::move(bar));
   if (static_cast<int64_t>(bars_.size()) <= options_.max_events) return;
   bars_.pop_front();
-  ++dropped_;
+  ++latest_.dropped;
 }
 
 void Recording::collect(bool waits) {
@@ -205,7 +205,7 @@ Report Recording::report() {
       evictions.begin(), evictions.end(), [](const EvictionReport& a, const EvictionReport& b) {
         return std::pair(a.rerun_s, a.bytes_evicted) > std::pair(b.rerun_s, b.bytes_evicted);
       });
-  return {regions_, dropped_, devices_, failed_, files_, moves_, std::move(evictions)};
+  return {regions_, latest_.dropped, devices_, failed_, files_, moves_, std::move(evictions)};
 }
 
 std::vector<DeviceBar> Recording::bars() {
@@ -216,8 +216,8 @@ std::vector<DeviceBar> Recording::bars() {
 
 std::vector<Event> Recording::events() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Event> all = budgets_before_;
-  all.insert(all.end(), events_.begin(), events_.end());
+  std::vector<Event> all = latest_.budgets_before;
+  all.insert(all.end(), latest_.events.begin(), latest_.events.end());
   return all;
 }
 

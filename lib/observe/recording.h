@@ -156,9 +156,12 @@ class Recording {
   const RecorderOptions options_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
-  std::deque<Event> events_;
-  std::vector<Event> budgets_before_;  // by device, the last change that left `events_`
-  int64_t dropped_ = 0;
+  /// The latest events; `max_events` bounds their number.
+  struct Latest {
+    std::deque<Event> events;
+    std::vector<Event> budgets_before;  ///< by device, the last change that left `events`
+    int64_t dropped = 0;
+  } latest_;
   std::vector<RegionReport> regions_;
   std::map<std::string, std::size_t> by_name_;
   std::unordered_map<int64_t, int64_t> region_numbers_;

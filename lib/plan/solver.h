@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "lib/plan/cost.h"
@@ -82,6 +83,39 @@ namespace remat::detail {
 // equal blocks need a table of order n. Different h share one, too, if both numbers are equal,
 // mostly for stages that save their inputs.
 
+/// The bytes of a chain's stages. Stages count from 1.
+struct ChainBytes {
+  explicit ChainBytes(ChainCost complete)
+      : cost(std::move(complete)), num_stages(static_cast<int64_t>(cost.stages.size())) {}
+  const StageCost& stage(int64_t k) const { return cost.stages[static_cast<std::size_t>(k - 1)]; }
+  int64_t grad_before(int64_t s) const {
+    return s == 1 ? cost.input_grad_bytes : stage(s - 1).grad_bytes;
+  }
+  /// Returns the bytes that wait while a recompute runs stages up to t: the gradient, and the
+  /// memory that the backward of t has made by then. 0 in forward, which has no gradient yet.
+  int64_t grad_waiting(int64_t t) const {
+    return t < num_stages ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
+  }
+  int64_t input_bytes(int64_t s) const { return s == 1 ? 0 : stage(s - 1).output_bytes; }
+  /// Returns the bytes that the backward of stage s needs beyond its input.
+  int64_t backward_bytes(int64_t s, InputHolder holder) const {
+    return backward_peak(stage(s), holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
+  }
+  /// Returns the bytes of the input that are freed when stage s has run forward.
+  int64_t freed_bytes(int64_t s, InputHolder holder) const {
+    return holder == InputHolder::Nobody && !stage(s).saves_input ? input_bytes(s) : 0;
+  }
+  /// Returns the bytes that stage s leaves behind when it has run forward, beyond its input.
+  int64_t charge(int64_t s, InputHolder holder) const {
+    return stage(s).saved_bytes + stage(s).output_bytes - freed_bytes(s, holder);
+  }
+  /// Returns the bytes that exist only from the last backward on, which m leaves out.
+  int64_t held_to_end(int64_t t) const { return t == num_stages ? cost.held_to_end_bytes : 0; }
+
+  const ChainCost cost;
+  const int64_t num_stages;
+};
+
 /// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
  public:
@@ -122,39 +156,17 @@ class FrontierTable {
     InputHolder inside;  // of a region
   };
 
-  const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
-  int64_t grad_before(int64_t s) const {
-    return s == 1 ? cost_.input_grad_bytes : stage(s - 1).grad_bytes;
-  }
-  /// Returns the bytes that wait while a recompute runs stages up to t: the gradient, and the
-  /// memory that the backward of t has made by then. 0 in forward, which has no gradient yet.
-  int64_t grad_waiting(int64_t t) const {
-    return t < num_stages_ ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
-  }
   static constexpr std::array holders{InputHolder::Others, InputHolder::Region,
                                       InputHolder::Nobody};
-  int64_t input_bytes(int64_t s) const { return s == 1 ? 0 : stage(s - 1).output_bytes; }
-  /// Returns the bytes that the backward of stage s needs beyond its input.
-  int64_t backward_bytes(int64_t s, InputHolder holder) const {
-    return backward_peak(stage(s), holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
-  }
-  /// Returns the bytes of the input that are freed when stage s has run forward.
-  int64_t freed_bytes(int64_t s, InputHolder holder) const {
-    return holder == InputHolder::Nobody && !stage(s).saves_input ? input_bytes(s) : 0;
-  }
-  /// Returns the bytes that stage s leaves behind when it has run forward, beyond its input.
-  int64_t charge(int64_t s, InputHolder holder) const {
-    return stage(s).saved_bytes + stage(s).output_bytes - freed_bytes(s, holder);
-  }
   static InputHolder holder_behind(bool is_held) {
     return is_held ? InputHolder::Others : InputHolder::Nobody;
   }
   /// Returns the holder of a region's input inside the region, in a sub-chain that ends with t.
   InputHolder holder_inside(InputHolder holder, int64_t t) const {
-    return t == num_stages_ && holder == InputHolder::Nobody ? InputHolder::Region : holder;
+    return t == chain_.num_stages && holder == InputHolder::Nobody ? InputHolder::Region : holder;
   }
   std::size_t sub_chain(int64_t s, int64_t t) const {
-    return static_cast<std::size_t>((s - 1) * num_stages_ + t - 1);
+    return static_cast<std::size_t>((s - 1) * chain_.num_stages + t - 1);
   }
   std::size_t cell(int64_t s, int64_t t, InputHolder holder) const {
     return holders.size() * sub_chain(s, t) + static_cast<std::size_t>(holder);
@@ -167,11 +179,8 @@ class FrontierTable {
   /// Returns the bytes to run a region of stages s to e for the first time, in a sub-chain that
   /// ends with t.
   int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
-    return sweep_bytes_[sub_chain(s, e)] + grad_waiting(t) - held_to_end(t);
+    return sweep_bytes_[sub_chain(s, e)] + chain_.grad_waiting(t) - chain_.held_to_end(t);
   }
-  /// Returns the bytes that exist only from the last backward on, which m leaves out.
-  int64_t held_to_end(int64_t t) const { return t == num_stages_ ? cost_.held_to_end_bytes : 0; }
-
   void scale_seconds();
   void find_equal_chains();
   void measure_sweeps();
@@ -199,9 +208,8 @@ class FrontierTable {
   /// Appends the regions of the fastest plan of a part.
   void append_regions(const Part& part, std::vector<PlanRegion>& regions) const;
 
-  const ChainCost cost_;
+  const ChainBytes chain_;
   const SolveOptions options_;
-  const int64_t num_stages_;
   int exponent_ = 0;  // a tick is 2^exponent_ seconds
   int64_t frame_ticks_ = 0;
   std::vector<StageTicks> ticks_;                          // by stage

@@ -12,13 +12,14 @@ namespace remat::detail {
 
 std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Before& before) const {
   std::vector<Item> items;
-  const StageCost& here = stage(s);
-  const bool is_movable = before.holder == InputHolder::Nobody && stage(s - 1).has_movable_output;
-  const int64_t input = is_movable ? input_bytes(s) : 0;
+  const StageCost& here = chain_.stage(s);
+  const bool is_movable =
+      before.holder == InputHolder::Nobody && chain_.stage(s - 1).has_movable_output;
+  const int64_t input = is_movable ? chain_.input_bytes(s) : 0;
   // Adds an item, and a copy of it that moves its saved tensors if that frees bytes.
   const auto add = [&](const Item& item, int64_t movable) {
     items.push_back(item);
-    if (item.next > num_stages_ || movable == 0) return;
+    if (item.next > chain_.num_stages || movable == 0) return;
     Item& moving = items.emplace_back(item);
     moving.moves = true;
     moving.charge -= movable;
@@ -29,23 +30,23 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
        .next = s + 1,
        .is_region = false,
        .moves = false,
-       .need = bytes_to_save(s, num_stages_, before.holder),
-       .charge = charge(s, before.holder),
+       .need = bytes_to_save(s, chain_.num_stages, before.holder),
+       .charge = chain_.charge(s, before.holder),
        .ticks = 0,
        .then = {0, holder_behind(here.saves_output)},
        .inside = {}},
       (here.saves_input ? input : 0) + here.movable_bytes);
   const Level& outermost = levels_.back();
-  for (int64_t q = s + 1; outermost.has_regions && q <= num_stages_; ++q)
+  for (int64_t q = s + 1; outermost.has_regions && q <= chain_.num_stages; ++q)
     add({.first = s,
          .next = q,
          .is_region = true,
          .moves = false,
-         .need = bytes_to_sweep(s, q - 1, num_stages_),
-         .charge = stage(q - 1).output_bytes,
+         .need = bytes_to_sweep(s, q - 1, chain_.num_stages),
+         .charge = chain_.stage(q - 1).output_bytes,
          .ticks = sweep_ticks(s, q - 1),
          .then = {0, InputHolder::Nobody},
-         .inside = holder_inside(before.holder, num_stages_)},
+         .inside = holder_inside(before.holder, chain_.num_stages)},
         input);
   return items;
 }
@@ -66,19 +67,19 @@ const Staircase& FrontierTable::inside_of(const Item& item) const {
 }
 
 void FrontierTable::fill_moving() {
-  std::vector<std::set<Before>> befores(static_cast<std::size_t>(num_stages_) + 2);
+  std::vector<std::set<Before>> befores(static_cast<std::size_t>(chain_.num_stages) + 2);
   befores[1].insert(Before());
-  for (int64_t s = 1; s <= num_stages_; ++s)
+  for (int64_t s = 1; s <= chain_.num_stages; ++s)
     for (const Before& before : befores[s])
       for (const Item& item : items_from(s, before)) befores[item.next].insert(item.then);
   moving_.resize(befores.size());
   for (const Before& before : befores.back()) moving_.back().emplace(before, kFree);
-  for (int64_t s = num_stages_; s >= 1; --s) {
+  for (int64_t s = chain_.num_stages; s >= 1; --s) {
     for (const Before& before : befores[s]) {
       envelope_.clear();
       // Bytes are counted beyond those that the item before moves.
       for (const Item& item : items_from(s, before)) {
-        const int64_t charge = item.next > num_stages_ ? 0 : item.charge - before.moved_bytes;
+        const int64_t charge = item.next > chain_.num_stages ? 0 : item.charge - before.moved_bytes;
         envelope_.lower_to_sum(moving_[item.next].at(item.then), charge, inside_of(item),
                                item.ticks + ticks_of_waiting(before, item), item.need);
       }
@@ -94,13 +95,13 @@ Plan FrontierTable::plan_moving(int64_t bytes) const {
   std::vector<PlanRegion> regions;
   std::vector<int64_t> moved;
   Before before;
-  for (int64_t s = 1; s <= num_stages_;) {
+  for (int64_t s = 1; s <= chain_.num_stages;) {
     const int64_t beyond = bytes - before.moved_bytes;
     int64_t best = kInfeasible;
     Item chosen{};
     for (const Item& item : items_from(s, before)) {
       if (beyond < item.need) continue;
-      const int64_t rest = item.next > num_stages_
+      const int64_t rest = item.next > chain_.num_stages
                                ? 0
                                : value_at(moving_[item.next].at(item.then), bytes - item.charge);
       const int64_t inside = value_at(inside_of(item), beyond);
@@ -119,7 +120,7 @@ Plan FrontierTable::plan_moving(int64_t bytes) const {
     before = chosen.then;
     s = chosen.next;
   }
-  return Plan(num_stages_, std::move(regions), std::move(moved));
+  return Plan(chain_.num_stages, std::move(regions), std::move(moved));
 }
 
 }  // namespace remat::detail

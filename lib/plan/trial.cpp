@@ -128,7 +128,7 @@ std::pair<at::Tensor, std::shared_ptr<Trial::Saves>> Trial::forward_noting() {
         return tensor;
       },
       [](const at::Tensor& tensor) { return tensor; });
-  at::Tensor output = forward();
+  at::Tensor output = forward(input_);
   output_ = output.detach();
   requires_grad_ = output.requires_grad();
   return {std::move(output), std::move(saves)};
@@ -242,7 +242,7 @@ void Trial::measure_bytes_without_saves(StageCost& cost) {
   begin_run();
   const MemoryMeter meter(measured_.device);
   const int64_t before = meter.live_bytes();
-  output_ = forward().detach();
+  output_ = forward(input_).detach();
   cost.unsaved_tmp_bytes =
       at_least_none(meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
 }

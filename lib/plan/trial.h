@@ -63,7 +63,6 @@ class Trial {
   int64_t bytes_of_casts_behind(const at::Tensor& input) const;
   void refuse_writing() const;
 
-  at::Tensor forward() const { return forward(input_); }
   at::Tensor forward(at::Tensor input) const;
   std::pair<at::Tensor, std::shared_ptr<Saves>> forward_noting();
   at::Tensor forward_in(const CheckpointOptions& region, at::Tensor input) const;
