@@ -16,6 +16,25 @@ python_benches() {
   if "$torch_python" -c 'import transformers' 2>/dev/null; then echo python_gpt2_step; fi
 }
 
+# --against REF [ARGUMENT...]: the times and bytes of this tree, beside those of another commit.
+against() {
+  local ref=$1 tree=build/against/tree old=build/against/build
+  local names=(peak_bytes region_cost selective_cost checks_cost step_cost)
+  set_up
+  configure build
+  build build "${names[@]/#/bench/}" >&2
+  rm -rf "$tree" && git clone --quiet . "$tree" && git -C "$tree" checkout --quiet "$ref"
+  rm -rf "$old"
+  "$MESON" setup "$old" "$tree" -Dtorch_root="$torch" -D{tests,examples,python}=disabled >&2
+  build "$old" "${names[@]/#/bench/}" >&2
+  python3 bench/against.py "$old/bench" build/bench "${@:2}" "${names[@]}"
+}
+
+if [[ ${1:-} == --against ]]; then
+  [[ $# -gt 1 ]] || fail "--against takes a commit: ./dev bench --against v0.1.0"
+  against "${@:2}"
+  exit
+fi
 chosen=() targets=() folder=build/bench-results
 if [[ $# -gt 0 && $1 != --* ]]; then chosen=("$1"); shift; fi
 note_device "$@"
