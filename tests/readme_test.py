@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/METHOD.md", "bench/RESULTS.md"] + PAGES
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md",
+             "bench/METHOD.md", "bench/RESULTS.md"] + PAGES
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TREES = "docs|include|lib|hooks|tests|examples|bench|python|tools|subprojects|packaging"

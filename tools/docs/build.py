@@ -23,7 +23,8 @@ ROOT = TOOLS.parent.parent
 PYTHON = ROOT / ".venv-docs/bin/python"
 INSTALLED = ROOT / ".venv-docs/requirements.txt"
 SKIPPED = 77
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "bench/*.md"]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md",
+             "docs/*.md", "bench/*.md"]
 PICTURES = ["docs/pictures/*.svg", "bench/plots*/*.svg"]
 DARK = "@media (prefers-color-scheme: dark)"
 LABELS = "Memory|Arguments|Threads|Throws|Cost|Not counted|Sources?|Examples?"
