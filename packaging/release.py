@@ -46,18 +46,22 @@ def clone():
         print("The working tree has changes that are not committed. They are not part of this release.", file=sys.stderr)
     shutil.rmtree(TREE, ignore_errors=True)
     call("git", "clone", "--quiet", ROOT, TREE)
+    # Archives state the time of the commit, so that a release made again is the same byte for byte.
+    os.environ["SOURCE_DATE_EPOCH"] = output_of("git", "-C", TREE, "log", "-1", "--format=%ct")
 
 
-def of_root(member):
+def plain(member):
+    """The same for whoever makes the archive, and whenever."""
     member.uid = member.gid = 0
     member.uname = member.gname = "root"
+    member.mtime = int(os.environ["SOURCE_DATE_EPOCH"])
     return member
 
 
 def pack(folder, name):
     """An archive of a folder, of the folder's name."""
     with tarfile.open(DIST / f"{name}.tar.xz", "w:xz") as archive:
-        archive.add(folder, name, filter=of_root)
+        archive.add(folder, name, filter=plain)
 
 
 def sources(name):
@@ -97,7 +101,7 @@ def packages(python):
     variables = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
     call(python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "--no-build-isolation", "--no-deps",
          f"-Cbuild-dir={TREE}/build-wheel", f"-Ccompile-args=-j{JOBS}", "-w", wheels, TREE, env=variables)
-    call(python.parent / "auditwheel", "repair", "--exclude", "libtorch*.so", "--exclude", "libc10*.so", "-w", DIST,
+    call(python.parent / "auditwheel", "repair", "--strip", "--exclude", "libtorch*.so", "--exclude", "libc10*.so", "-w", DIST,
          *wheels.glob("*.whl"), env=variables)
     hook = "import sys; sys.path.insert(0, 'packaging/python'); import backend; backend.build_sdist(sys.argv[1])"
     call(python, "-c", hook, DIST, cwd=TREE, env=variables, stdout=subprocess.DEVNULL)
@@ -121,6 +125,7 @@ def notes(text, number):
 
 def main():
     torch = sys.argv[1]
+    os.umask(0o022)
     clone()
     number = version()
     minor = ".".join(output_of(sys.executable, TREE / "tools/find_torch.py", torch).split("\n")[2].split(".")[:2])

