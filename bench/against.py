@@ -21,8 +21,10 @@ ARGUMENTS = {"region_cost": ["--no-peer"]}
 def lines_of(program, samples):
     """Each line that a program prints: its name and parameters, and its measurements."""
     command = [program, "--clock", "thread", "--samples", str(samples)]
-    run = subprocess.run(command + ARGUMENTS.get(program.name, []), check=True, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    run = subprocess.run(command + ARGUMENTS.get(program.name, []), text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE)
+    if run.returncode:
+        sys.exit(f"{run.stderr}{program} ended with {run.returncode}")
     for line in run.stdout.splitlines():
         measured = json.loads(line)
         yield f"{measured['bench']} {json.dumps(measured['params'])}", measured
