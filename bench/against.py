@@ -21,8 +21,8 @@ ARGUMENTS = {"region_cost": ["--no-peer"]}
 def lines_of(program, samples):
     """Each line that a program prints: its name and parameters, and its measurements."""
     command = [program, "--clock", "thread", "--samples", str(samples)]
-    run = subprocess.run(command + ARGUMENTS.get(program.name, []), text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE)
+    command += ARGUMENTS.get(program.name, [])
+    run = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if run.returncode:
         sys.exit(f"{run.stderr}{program} ended with {run.returncode}")
     for line in run.stdout.splitlines():
