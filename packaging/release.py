@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""release.py TORCH_ROOT: writes the files of a release into dist/, from a clean clone of the last commit.
+"""Writes the files of a release into dist/, from a clean clone of the last commit.
 
-The source archive, the binary archive for this LibTorch, the wheel for this Python and the sdist, the site of the
-documents, a wrap file for Meson, the notes of the release and the checksums. Run by `./dev release`.
+Usage: release.py TORCH_ROOT
+
+These are the source archive, the binary archive for this LibTorch, the wheel for this Python and
+the sdist, the site of the documents, a wrap file for Meson, the notes of the release and the
+checksums. Run by `./dev release`.
 """
 
 import hashlib
@@ -34,16 +37,23 @@ def call(*command, **more):
 
 
 def output_of(*command, **more):
-    return subprocess.run(list(map(str, command)), check=True, text=True, stdout=subprocess.PIPE, **more).stdout.strip()
+    words = list(map(str, command))
+    done = subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE, **more)
+    return done.stdout.strip()
+
+
+def text_of(path):
+    return (TREE / path).read_text(encoding="utf-8")
 
 
 def version():
-    return re.search(r'REMAT_VERSION "(.*?)"', (TREE / "include/remat/version.h").read_text(encoding="utf-8"))[1]
+    return re.search(r'REMAT_VERSION "(.*?)"', text_of("include/remat/version.h"))[1]
 
 
 def clone():
     if output_of("git", "-C", ROOT, "status", "--porcelain", "--untracked-files=no"):
-        print("The working tree has changes that are not committed. They are not part of this release.", file=sys.stderr)
+        print("The working tree has changes that are not committed, and so not in this release.",
+              file=sys.stderr)
     shutil.rmtree(TREE, ignore_errors=True)
     call("git", "clone", "--quiet", ROOT, TREE)
     # Archives state the time of the commit, so that a release made again is the same byte for byte.
@@ -52,7 +62,7 @@ def clone():
 
 def plain(member):
     """A member of an archive that is the same on every machine and at every time."""
-    if Path(member.name).name == ".buildinfo":    # Sphinx's hash of its settings, folders among them
+    if Path(member.name).name == ".buildinfo":    # Sphinx's hash of its settings and folders
         return None
     member.uid = member.gid = 0
     member.uname = member.gname = "root"
@@ -67,20 +77,24 @@ def pack(folder, name):
 
 
 def sources(name):
-    tar = subprocess.run(["git", "-C", TREE, "archive", f"--prefix={name}/", "HEAD"], check=True, stdout=subprocess.PIPE).stdout
+    command = ["git", "-C", TREE, "archive", f"--prefix={name}/", "HEAD"]
+    tar = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     archive = DIST / f"{name}.tar.xz"
     archive.write_bytes(lzma.compress(tar))
-    (DIST / "remat.wrap").write_text(output_of(sys.executable, TREE / "packaging/make_wrap.py", archive) + "\n")
+    wrap = output_of(sys.executable, TREE / "packaging/make_wrap.py", archive)
+    (DIST / "remat.wrap").write_text(wrap + "\n")
 
 
 def binaries(name, torch):
     """The library as it is installed, for a LibTorch in PLACE."""
     build, stage = TREE / "build-archive", WORK / "stage"
-    call(MESON, "setup", build, TREE, f"-Dtorch_root={torch}", f"-Dinstalled_torch_root={PLACE}", f"--prefix=/{name}",
-         "--libdir=lib", "-Dtests=disabled", "-Dexamples=disabled", "-Dbench=disabled", "-Dpython=disabled")
+    call(MESON, "setup", build, TREE, f"-Dtorch_root={torch}", f"-Dinstalled_torch_root={PLACE}",
+         f"--prefix=/{name}", "--libdir=lib", "-Dtests=disabled", "-Dexamples=disabled",
+         "-Dbench=disabled", "-Dpython=disabled")
     call("ninja", "-C", build, "-j", JOBS)
     shutil.rmtree(stage, ignore_errors=True)
-    call(MESON, "install", "-C", build, "--quiet", "--no-rebuild", "--strip", env={**os.environ, "DESTDIR": str(stage)})
+    call(MESON, "install", "-C", build, "--quiet", "--no-rebuild", "--strip",
+         env={**os.environ, "DESTDIR": str(stage)})
     pack(stage / name, name)
 
 
@@ -91,21 +105,23 @@ def environment(torch):
     if not python.exists():
         call(sys.executable, "-m", "venv", folder)
         call(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *TOOLS)
-    packages = Path(output_of(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    (packages / "torch.pth").write_text(f"{Path(torch).parent}\n")
+    packages = output_of(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    Path(packages, "torch.pth").write_text(f"{Path(torch).parent}\n")
     return python
 
 
 def packages(python):
-    """The sdist, and the wheel with the platform's tag: the least glibc. LibTorch's libraries stay outside of it."""
+    """The sdist, and the wheel. Its tag names the least glibc; LibTorch's libraries stay outside."""
     wheels = WORK / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     variables = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    call(python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "--no-build-isolation", "--no-deps",
-         f"-Cbuild-dir={TREE}/build-wheel", f"-Ccompile-args=-j{JOBS}", "-w", wheels, TREE, env=variables)
-    call(python.parent / "auditwheel", "repair", "--strip", "--exclude", "libtorch*.so", "--exclude", "libc10*.so", "-w", DIST,
-         *wheels.glob("*.whl"), env=variables)
-    hook = "import sys; sys.path.insert(0, 'packaging/python'); import backend; backend.build_sdist(sys.argv[1])"
+    call(python, "-m", "pip", "wheel", "--disable-pip-version-check", "-q", "--no-build-isolation",
+         "--no-deps", f"-Cbuild-dir={TREE}/build-wheel", f"-Ccompile-args=-j{JOBS}", "-w", wheels,
+         TREE, env=variables)
+    call(python.parent / "auditwheel", "repair", "--strip", "--exclude", "libtorch*.so",
+         "--exclude", "libc10*.so", "-w", DIST, *wheels.glob("*.whl"), env=variables)
+    hook = ("import sys; sys.path.insert(0, 'packaging/python'); import backend; "
+            "backend.build_sdist(sys.argv[1])")
     call(python, "-c", hook, DIST, cwd=TREE, env=variables, stdout=subprocess.DEVNULL)
 
 
@@ -118,10 +134,11 @@ def site(name):
 
 
 def notes(text, number):
-    """The entry of a version in CHANGELOG.md. A paragraph is one line: where releases are shown, an end of line is one."""
+    """The entry of a version in CHANGELOG.md. Each paragraph becomes one line, since the pages that
+    show releases break lines where the text does."""
     found = re.search(rf"^## {re.escape(number)}.*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     if not found:
-        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` with what changed.")
+        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` with the changes.")
     return re.sub(r"(?<=\S)\n *(?![\n*#|])", " ", found[1].strip()) + "\n"
 
 
@@ -130,16 +147,18 @@ def main():
     os.umask(0o022)
     clone()
     number = version()
-    minor = ".".join(output_of(sys.executable, TREE / "tools/find_torch.py", torch).split("\n")[2].split(".")[:2])
+    found = output_of(sys.executable, TREE / "tools/find_torch.py", torch).split("\n")
+    minor = ".".join(found[2].split(".")[:2])
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
-    (DIST / "NOTES.md").write_text(notes((TREE / "CHANGELOG.md").read_text(encoding="utf-8"), number), encoding="utf-8")
+    (DIST / "NOTES.md").write_text(notes(text_of("CHANGELOG.md"), number), encoding="utf-8")
     sources(f"remat-{number}")
     binaries(f"remat-{number}-libtorch{minor}-linux-{platform.machine()}", torch)
     packages(environment(torch))
     site(f"remat-{number}-docs")
     files = sorted(DIST.iterdir())
-    (DIST / "SHA256SUMS").write_text("".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files))
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (DIST / "SHA256SUMS").write_text("".join(sums))
     for file in files:
         print(f"{file.stat().st_size:>10}  dist/{file.name}")
     return 0

