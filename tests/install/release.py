@@ -210,8 +210,8 @@ def wheel_with_another_torch():
 
 
 def tree_with_isolation():
-    """pip hides the installed torch from the build, so this ends at once and says what to type."""
-    environment = Environment("isolation", TORCH.parent)
+    """The build sees no torch, as pip hides installed packages, and says what to type."""
+    environment = Environment("isolation")
     command = [environment.python, "-m", "pip", "--disable-pip-version-check", "install", TREE]
     done = run(*command, env=environment.variables, cwd=WORK, timeout=600)
     said = " ".join(done.stdout.split())
