@@ -162,7 +162,9 @@ def made_again():
     other = WORK / "another-clone"
     shutil.rmtree(other, ignore_errors=True)
     call("git", "clone", "--quiet", ROOT, other)
-    call(sys.executable, other / "packaging/release.py", TORCH)
+    # A compiler cache would hand over the first clone's objects.
+    variables = {**os.environ, "CCACHE_DISABLE": "1"}
+    call(sys.executable, other / "packaging/release.py", TORCH, env=variables)
     same, different = [], []
     for file in sorted(DIST.iterdir()):
         twin = other / "dist" / file.name
