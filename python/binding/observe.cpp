@@ -23,11 +23,8 @@ py::object size_of(const std::vector<int64_t>& sizes) {
 }
 
 py::list saved_tensors_below(const at::Tensor& root) {
-  std::vector<SavedTensorInfo> found;
-  {
-    const Unlocked unlocked;  // a node written in Python is asked with the lock
-    found = saved_tensors(root);
-  }
+  // With the interpreter's lock, since LibTorch asks a node written in Python without taking it.
+  const std::vector<SavedTensorInfo> found = saved_tensors(root);
   py::list all;
   for (const SavedTensorInfo& each : found) {
     const py::object dtype =

@@ -6,6 +6,7 @@ import json
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,6 +129,20 @@ class Observe(Case):
         page = recorder.page()
         self.assertIn("Operators under a byte budget", page)
         self.assertIn(">budget: ", page)
+
+    def test_saved_tensors_of_a_node_written_in_python(self) -> None:
+        class Sine(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(x, x.exp())
+                return x.sin()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+                return gradients[0]
+
+        saved = remat.saved_tensors(Sine.apply(torch.ones(3, requires_grad=True)))
+        self.assertEqual([(each.node, each.bytes) for each in saved], [("SineBackward", 12)] * 2)
 
     def test_saved_tensors(self) -> None:
         x = torch.ones(10, requires_grad=True)
