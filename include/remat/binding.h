@@ -50,7 +50,7 @@ class ScriptCall;
 /// Changes with everything in this header on which a compiled binding depends. The library calls a
 /// body through its vtable, so a binding that was compiled against another number must not be used
 /// with it.
-inline constexpr int binding_abi = 4;
+inline constexpr int binding_abi = 5;
 /// Returns the number of the loaded library; compare it with `binding_abi` before any other call.
 REMAT_API int loaded_binding_abi() noexcept;
 

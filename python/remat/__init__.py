@@ -24,6 +24,7 @@ from ._policy import (
 from ._compiled import register_when_imported
 from ._drop_in import install, installed, is_installed, uninstall
 from ._choice import ModuleChoice
+from ._custom import CustomFunction, custom_function
 from ._modules import (
     Applied, Checkpointed, ChosenModule, RefusedModule, UnusedRegion, apply, is_checkpointed, remove,
     reset_unused_regions, set_checkpoint_level, set_checkpointing, unused_regions,
@@ -60,7 +61,8 @@ register_when_imported()
 
 __all__ = [
     "Applied", "Budget", "BudgetExceeded", "BudgetReport", "ChainCost", "CheckpointError",
-    "CheckpointPolicy", "Checkpointed", "Checkpointing", "ChosenModule", "DecisionReport",
+    "CheckpointPolicy", "Checkpointed", "Checkpointing", "ChosenModule", "CustomFunction",
+    "DecisionReport",
     "DeviceReport", "ErrorKind", "EvictionReport", "FailedAllocation", "FileReport", "Fitted",
     "Frontier", "FrontierPoint", "Guard", "HeldBytes", "InfeasibleBudget", "MoveCost", "MoveCounts",
     "MoveOptions", "MoveReport", "Moves", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice",
@@ -68,7 +70,7 @@ __all__ = [
     "RefusedModule", "RegionReport", "Report", "SavedTensor", "Simulation", "StageCost",
     "StateProvider", "TierCounts", "Tiers", "UnusedRegion", "ValueComparison", "apply",
     "balanced_plan", "budget", "checkpoint", "checkpoint_level", "checkpoint_name",
-    "checkpoint_sequential", "checkpointed", "counters", "current_phase", "debug",
+    "checkpoint_sequential", "checkpointed", "counters", "current_phase", "custom_function", "debug",
     "disable_checkpoint", "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget",
     "free_bytes", "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
     "is_checkpointing", "is_installed", "is_recomputing", "measure", "memory_limit", "mixed_plan",

@@ -47,6 +47,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "measure": (model, x), "free_budget": (cost,), "run": (remat.Plan(2), model, x),
     "checkpoint_sequential": (model, 1, x), "fit": (model, x, 1 << 30), "Frontier.plan": (remat.solve(cost), 1 << 30),
     "budget": (1,), "install": (), "installed": (), "ValueComparison": (), "MoveOptions": (),
+    "custom_function": (torch.sin, torch.sin, torch.sin),
 }  # fmt: skip
 NOT_CHECKED = {
     "save_elsewhere": {"place"}, "Plan": {"regions", "moved"}, "fit": {"model_or_stages"}, "ValueComparison": {"nan"},
@@ -55,7 +56,7 @@ NOT_CHECKED = {
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
     "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
-    "is_installed", "uninstall", "record_allocations", "MemoryLimit",
+    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "CustomFunction",
 }  # fmt: skip
 
 

@@ -47,6 +47,9 @@ class Examples(unittest.TestCase):
     def test_tutorial_runs_single_steps(self) -> None:
         self.assertEqual(output_of("tutorial.py", "measure"), "measure\n  peak 21.77 MB, floor 1.80 MB\n")
 
+    def test_attention_rule(self) -> None:
+        self.assertIn("first and second derivatives agree: yes", output_of("attention_rule.py"))
+
     def test_tour(self) -> None:
         text = output_of("tour.py")
         self.assertIn("region: 4 (Block)", text)
