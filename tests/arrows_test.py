@@ -39,7 +39,7 @@ DOORS = {
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
     "state": {"buffer", "early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
-    "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "layers",
+    "frame": {"active_recomputes", "ahead", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "layers",
               "mismatch", "recorded_frame", "region"},
     "entry": set(),
     "move": None,

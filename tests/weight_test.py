@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
-    "code lines of lib, hooks and include": 31_042,
-    "code lines of the Python package": 7_900,
-    "code lines in the closure of lib/frame": 11_768,
+    "code lines of lib, hooks and include": 31_365,
+    "code lines of the Python package": 7_961,
+    "code lines in the closure of lib/frame": 12_027,
     "classes with over 25 functions or 20 members": 1,
     "functions over 100 lines": 1,
 }

@@ -33,8 +33,11 @@ class Drop final : public seam::OwnHooks {
 
   void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
   at::Tensor call_unpack_hook() override {
-    if (Inspection* const inspection = Inspection::current())
-      return inspection->note(owner_->describe_slot(position_));
+    if (Inspection* const inspection = Inspection::current()) {
+      HeldInfo info = owner_->describe_slot(position_);
+      info.frame = owner_;
+      return inspection->note(std::move(info));
+    }
     return owner_->read_slot(position_);
   }
 

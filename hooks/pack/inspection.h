@@ -2,6 +2,7 @@
 // An inspection of saved variables that returns none of their tensors and computes nothing.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <string>
@@ -18,6 +19,7 @@ struct HeldInfo {
   std::string region{};
   bool dropped = false;
   const void* owner = nullptr;  ///< what has the bytes, if several hooks may share it
+  c10::intrusive_ptr<c10::intrusive_ptr_target> frame{};  ///< of a region's slot
 };
 
 /// While alive, hooks of this thread record a description of their tensor, and return an empty

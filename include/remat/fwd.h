@@ -19,6 +19,7 @@ class MemoryLimitGuard;
 class MemoryMeter;
 class Place;
 class Policy;
+class RegionHandle;
 class SaveElsewhereGuard;
 class SavedTensorHooksGuard;
 class StoredContents;

@@ -18,6 +18,8 @@ class Module;
 
 namespace remat {
 
+class RegionHandle;
+
 /// The comparison of a recomputed tensor with the one that forward saved. Every level checks the
 /// number of tensors, and includes the levels before it.
 enum class DeterminismCheck {
@@ -170,6 +172,16 @@ struct CheckpointOptions {
   /// `training_level >= level`, and otherwise runs plainly. Level 0 is never a region, with or
   /// without a guard. Guards ignore calls without a level.
   std::optional<int64_t> level{};
+  /// Handle that refers to the region when its function has returned, except in a recompute and in
+  /// a call that runs plainly. Options with one handle may serve several calls: the last one
+  /// counts.
+  std::shared_ptr<RegionHandle> handle{};
+  /// Number of regions with this option that a backward recomputes ahead, in the reverse order in
+  /// which this thread ran them, whenever it first reads this one; 0: none. Regions that the
+  /// backward does not run are left out. On an accelerator these recomputes run beside the backward
+  /// (`RegionHandle::prepare`); their errors reach it at once. More regions in memory are the
+  /// price. A negative number is a `c10::ValueError`.
+  int64_t prepare_ahead = 0;
   /// Line of the program that errors show for these options: the call in
   /// `checkpoint({.name = "x"}, ...)`. It is set automatically if the options are initialized with
   /// braces, but not for `CheckpointOptions options;`.

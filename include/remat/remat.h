@@ -16,6 +16,7 @@
 #include "remat/place.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
+#include "remat/region_handle.h"
 #include "remat/report.h"
 #include "remat/scope.h"
 #include "remat/sequential.h"

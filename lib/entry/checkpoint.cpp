@@ -61,13 +61,19 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
   const bool has_depth =
       options.offload_prefetch_depth != CheckpointOptions().offload_prefetch_depth;
   if (options.name.empty() && check == nullptr && !options.context_fn && !in_force.debug &&
-      level_guard == nullptr && !has_depth)
+      level_guard == nullptr && !has_depth && options.handle == nullptr &&
+      options.prepare_ahead == 0)
     return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
   extras->check = std::move(check);
   if (level_guard != nullptr) extras->training_level = level_guard->training_level();
   if (has_depth) extras->offload_prefetch_depth = options.offload_prefetch_depth;
+  if (options.handle != nullptr || options.prepare_ahead > 0) {
+    extras->ahead = std::make_unique<AheadLink>();
+    extras->ahead->num_regions = options.prepare_ahead;
+    extras->ahead->handle = options.handle;
+  }
   return extras;
 }
 
@@ -88,6 +94,8 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(options.offload_prefetch_depth >= 0,
                     "remat::checkpoint: offload_prefetch_depth is ", options.offload_prefetch_depth,
                     ".\nHint: give 0 or more.");
+  TORCH_CHECK_VALUE(options.prepare_ahead >= 0, "remat::checkpoint: prepare_ahead is ",
+                    options.prepare_ahead, ".\nHint: give 0 or more.");
   // The key is included while the stack of transforms is not empty; functorch's own state outlives
   // that stack.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
@@ -196,6 +204,8 @@ void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
   if (!scope.scripts()->plans().empty()) frame_->notes().note_scripts(scope.scripts()->plans());
   close();
   frame_->settle(visit_result);
+  if (const RegionExtras* const extras = frame_->region().extras.get())
+    if (extras->ahead != nullptr) link(frame_, visit_result);
   if (visit_opaque_ != nullptr && frame_->region().info.depth > 1)
     warn_of_opaque_arguments(*frame_, visit_opaque_);
 }

@@ -83,8 +83,6 @@ class Frame final : public TaskMember {
   friend class c10::intrusive_ptr<Frame>;
   // Called by LibTorch when the last strong reference is released, but only if weak ones remain.
   void release_resources() override;
-  Value recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
-                      const std::shared_ptr<RecomputedValues>& values, int64_t position);
   at::Tensor hand_over(int64_t position, Value&& value);
 
   Region region_;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "lib/base/planted_fault.h"
+#include "lib/frame/ahead.h"
 #include "lib/frame/frame.h"
 #include "lib/frame/mismatch.h"
 #include "lib/frame/recompute.h"
@@ -26,11 +27,13 @@ void Frame::end_task(const TaskKey& task) noexcept { values_.end_task(task); }
 
 at::Tensor Frame::read_slot(int64_t position) {
   using What = ValuesByTask::Turn::What;
-  const std::optional<Task> task = current_task();
+  std::optional<Task> task = current_task();
+  if (!task) task = task_prepared_for();
   ValuesByTask::Turn turn{.what = What::ReadAlone};
   if (task) turn = values_.next(region_, slots_, *task, position, *this);
   if (turn.what == What::Take) {
     if (turn.is_cached) task->shared->touch(*this);
+    if (turn.is_first) take_over(c10::intrusive_ptr<Frame>::reclaim_copy(this), *task);
     return hand_over(position, std::move(turn.value));
   }
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
@@ -41,23 +44,26 @@ at::Tensor Frame::read_slot(int64_t position) {
   return hand_over(position, values.take(position));
 }
 
-// This thread recomputes; the others of the task wait (Rule 7).
-Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
-                           const std::shared_ptr<RecomputedValues>& values, int64_t position) {
+Value recompute_for(const c10::intrusive_ptr<Frame>& frame, const Task& task,
+                    const std::shared_ptr<RecomputedValues>& values, int64_t position) {
   TaskKey key = task.shared ? task.shared->key() : task.graph;
+  ValuesByTask& all = frame->values();
   try {
-    if (task.shared == nullptr) notify_at_task_end(task.graph, WeakFrame(self));
-    recompute(self, *values);
-    if (task.shared != nullptr && !task.shared->add(self, values->num_bytes())) {
+    if (task.shared == nullptr) notify_at_task_end(task.graph, WeakFrame(frame));
+    if (position < 0) values->beside = streams_ahead(*frame);
+    recompute(frame, *values);
+    if (task.shared != nullptr && !task.shared->add(frame, values->num_bytes())) {
       // Too large for the cache: the values are held until this backward has read them.
-      notify_at_task_end(task.graph, WeakFrame(self));
+      notify_at_task_end(task.graph, WeakFrame(frame));
       key = task.graph;
     }
   } catch (...) {
-    values_.failed(values);
+    all.failed(values);
     throw;
   }
-  return values_.filled(region_, values, key, task, position);
+  Value value = all.filled(frame->region(), values, key, task, position);
+  if (position >= 0) look_ahead(*frame, task);
+  return value;
 }
 
 // Returns the tensor to backward. Throws if it was changed in place after the recompute saved it,

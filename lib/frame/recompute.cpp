@@ -75,7 +75,8 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "give each thread a provider of its own");
   if (!surroundings.snapshot().has_default_dtype())
     throw_default_dtype(region, surroundings.snapshot().default_dtype);
-  const StreamScope streams(surroundings.streams(), inputs);
+  const StreamScope streams(values.beside == nullptr ? surroundings.streams() : &values.beside->own,
+                            inputs);
   if (recorded != nullptr) recorded->function_begins();
   const auto recorded_end = c10::make_scope_exit([&] {
     if (recorded != nullptr) recorded->function_ends();

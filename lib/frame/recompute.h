@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "lib/frame/frame.h"
 
@@ -14,5 +15,10 @@ namespace remat {
 /// of `values` remain. No lock may be held.
 void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                int64_t only_position = -1);
+
+/// Recomputes into the values of a task, for which its other threads wait (Rule 7). Returns the
+/// value of a slot; nothing for a negative position: the recompute is one ahead.
+Value recompute_for(const c10::intrusive_ptr<Frame>& frame, const Task& task,
+                    const std::shared_ptr<RecomputedValues>& values, int64_t position);
 
 }  // namespace remat

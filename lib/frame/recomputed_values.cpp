@@ -1,5 +1,6 @@
 #include "lib/frame/recomputed_values.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "lib/base/counters.h"
@@ -41,6 +42,18 @@ int64_t RecomputedValues::num_bytes() const {
   return bytes;
 }
 
+bool RecomputedValues::has_values() const {
+  return std::any_of(values.begin(), values.end(),
+                     [](const Value& each) { return each.tensor.defined(); });
+}
+
+void RecomputedValues::wait_for_unread(int64_t position) const {
+  const Value& value = peek(position);
+  if (beside == nullptr || value.ready == nullptr) return;
+  for (const c10::Stream& stream : beside->of_forward.streams)
+    if (stream.device() == value.ready->stream().device()) value.ready->block(stream);
+}
+
 bool RecomputedValues::owns_sparse_alone(int64_t position) {
   const at::Tensor parts = sparse_values_of(peek(position).tensor);  // shared by all its aliases
   if (!parts.defined()) return false;
@@ -75,6 +88,7 @@ void RecomputedValues::drop(int64_t position) noexcept {
   const auto index = static_cast<std::size_t>(position);
   if (index >= values.size() || !values[index].tensor.defined()) return;
   const Value& value = values[index];
+  wait_for_unread(position);
   if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), -value.bytes);
   count(live_counters.recomputed_bytes_alive, -value.bytes);
   values[index] = Value();

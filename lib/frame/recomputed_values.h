@@ -52,6 +52,10 @@ struct RecomputedValues {
   /// Returns the value without taking it.
   const Value& peek(int64_t position) const { return values[static_cast<std::size_t>(position)]; }
   int64_t num_bytes() const;
+  bool has_values() const;
+  /// Makes forward's streams wait for a value that was recomputed on others and that no code has
+  /// read: the recompute may still use memory that is released with it.
+  void wait_for_unread(int64_t position) const;
   void drop(int64_t position) noexcept;
   /// Returns whether the storage of a value has no owner outside. Replaces all values with that
   /// storage by aliases of the saved tensors.
@@ -70,6 +74,8 @@ struct RecomputedValues {
   /// True if the owner runs a backward inside the recompute, which may need a waiting thread.
   bool waits_for_backward = false;
   c10::SmallVector<Value, 4> values;  // by position
+  /// The streams of a recompute ahead; null if it ran on forward's.
+  std::unique_ptr<const StreamsBeside> beside{};
   /// Shows recorders the live bytes; null if the region is not recorded.
   std::shared_ptr<RecomputedBytes> recorded{};
   /// By position, for strict_unpack and groups: the engine's id of the backward that read the

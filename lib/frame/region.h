@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lib/base/spin_lock.h"
+#include "lib/frame/ahead_link.h"
 #include "lib/frame/tensor_check.h"
 #include "lib/scope/op_log.h"
 #include "lib/scope/region_info.h"
@@ -56,6 +57,8 @@ struct RegionExtras {
   std::optional<int64_t> training_level;
   /// Set if it is not the default.
   std::optional<int64_t> offload_prefetch_depth;
+  /// Set with `prepare_ahead` or `handle`; otherwise null.
+  std::unique_ptr<AheadLink> ahead;
 };
 
 struct Region {

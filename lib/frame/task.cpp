@@ -56,6 +56,7 @@ std::optional<Task> current_task() {
 }
 
 void notify_at_task_end(const TaskKey& task, WeakMember member) {
+  if (task == prepared) return;
   // Backwards nest, so a thread may serve several tasks in turn; an ended one is found expired.
   thread_local std::vector<std::weak_ptr<MembersOfTask>> tasks;
   std::shared_ptr<MembersOfTask> found = tasks.empty() ? nullptr : tasks.back().lock();

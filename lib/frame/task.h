@@ -15,11 +15,14 @@ class SharedRecomputes;
 
 /// Names the purpose of a recompute: one backward call, or several that share it.
 struct TaskKey {
-  enum class Kind : uint8_t { Graph, Group, Cache };
+  enum class Kind : uint8_t { Graph, Group, Cache, Prepared };
   Kind kind = Kind::Graph;
   int64_t id = -1;  ///< of an engine graph task, or of a guard
   bool operator==(const TaskKey&) const = default;
 };
+
+/// Names the values that no task has read: Note [Recomputing ahead].
+inline constexpr TaskKey prepared{TaskKey::Kind::Prepared, -2};
 
 /// The backward that runs on a thread.
 struct Task {

@@ -21,7 +21,8 @@ bool& reads_again() {
 Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t position,
                          const Task& task) {
   const bool is_cached = values.task.kind == TaskKey::Kind::Cache;
-  if (region.options.strict_unpack || values.task.kind == TaskKey::Kind::Group) {
+  const bool is_noted = region.options.strict_unpack || values.task.kind == TaskKey::Kind::Group;
+  if (is_noted && task.graph != prepared) {  // a region inside may be prepared again
     values.handed_to.resize(std::max(values.handed_to.size(), at_position(position) + 1), -1);
     values.handed_to[at_position(position)] = task.graph.id;
   }
@@ -45,10 +46,12 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
   std::shared_ptr<RecomputedValues> stale;  // dies without the lock
   std::unique_lock<SpinLock> lock(mutex_);
   for (;;) {
-    const auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& each) {
-      return each->task == key ||
-             (each->task == task.graph && each->state == RecomputedValues::State::Done);
+    auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& each) {
+      return each->task == key || each->task == task.graph;
     });
+    if (found == all_.end())
+      found = std::find_if(all_.begin(), all_.end(),
+                           [](const auto& each) { return each->task == prepared; });
     if (found == all_.end()) {
       turn.values = all_.emplace_back(std::make_shared<RecomputedValues>(key));
       return turn;
@@ -73,12 +76,16 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
       lock.unlock();
       throw_group_overlap(region, position, slots.identity_of(position));
     }
-    if (values->graph_task != task.graph.id && !is_fresh(region, slots, *values)) {
-      stale = std::move(*found);
-      all_.erase(found);
-      continue;
+    if (values->graph_task != task.graph.id) {
+      if (!is_fresh(region, slots, *values)) {
+        stale = std::move(*found);
+        all_.erase(found);
+        continue;
+      }
+      turn.is_first = values->graph_task == prepared.id;
+      if (turn.is_first) values->task = key;
+      values->graph_task = task.graph.id;
     }
-    values->graph_task = task.graph.id;
     if (values->has(position)) {
       turn.what = Turn::What::Take;
       turn.is_cached = values->task.kind == TaskKey::Kind::Cache;
@@ -96,12 +103,39 @@ Value ValuesByTask::filled(const Region& region, const std::shared_ptr<Recompute
                            const TaskKey& key, const Task& task, int64_t position) {
   std::lock_guard<SpinLock> lock(mutex_);
   values->task = key;
-  values->graph_task = task.graph.id;
+  values->graph_task = position < 0 ? prepared.id : task.graph.id;
   values->state = RecomputedValues::State::Done;
   values->tell_change();
+  if (position < 0) return {};
   REMAT_INVARIANT(values->has(position), "frame {}: slot {} stayed empty", region.info.id,
                   position);
   return take(region, *values, position, task);
+}
+
+std::shared_ptr<RecomputedValues> ValuesByTask::begin_ahead(const Task& task,
+                                                            const TaskKey& owner) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const auto& each : all_) {
+    const bool is_of_task =
+        each->task == task.graph || (task.shared && each->task == task.shared->key());
+    if (is_of_task || each->state == RecomputedValues::State::Running || each->has_values())
+      return nullptr;
+  }
+  return all_.emplace_back(std::make_shared<RecomputedValues>(owner));
+}
+
+void ValuesByTask::leave_cache(const Task& task) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const auto& each : all_)
+    if (each->task == task.shared->key()) each->task = task.graph;
+}
+
+int64_t ValuesByTask::num_bytes(const TaskKey& key) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& each : all_)
+    if (each->task == key) bytes += each->num_bytes();
+  return bytes;
 }
 
 void ValuesByTask::failed(const std::shared_ptr<RecomputedValues>& values) noexcept {
@@ -123,8 +157,10 @@ void ValuesByTask::drop(int64_t position) noexcept {
   c10::SmallVector<Value, 1> dying;
   std::lock_guard<SpinLock> lock(mutex_);
   for (const auto& values : all_)  // values being filled are dropped when the task ends
-    if (values->state == RecomputedValues::State::Done && values->has(position))
+    if (values->state == RecomputedValues::State::Done && values->has(position)) {
+      values->wait_for_unread(position);
       dying.push_back(values->take(position));
+    }
 }
 
 void ValuesByTask::end_task(const TaskKey& task) noexcept {

@@ -30,15 +30,24 @@ class ValuesByTask {
     std::shared_ptr<RecomputedValues>
         values{};                           ///< Recompute: into these, then `filled` or `failed`
     bool is_cached = false;                 ///< Take: a cache keeps it, too
+    bool is_first = false;                  ///< the task's first read of prepared values
     c10::intrusive_ptr<SlotOwner> owner{};  ///< if the thread waited
   };
   /// Waits while another thread of the task recomputes. That may release the last reference to
   /// `owner` except the turn's. Throws CheckpointError where the value must not be read again.
   Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position,
             SlotOwner& owner);
-  /// Ends a recompute, whose values are held under `key`. Returns the value of a slot.
+  /// Ends a recompute, whose values are held under `key`. Returns the value of a slot; nothing for
+  /// a negative position, if the values were prepared.
   Value filled(const Region& region, const std::shared_ptr<RecomputedValues>& values,
                const TaskKey& key, const Task& task, int64_t position);
+  /// Returns values to be filled ahead of the reads of a task, whose first read they await then.
+  /// They are held under `owner`. Null if other values are there already.
+  std::shared_ptr<RecomputedValues> begin_ahead(const Task& task, const TaskKey& owner);
+  /// Gives a task the values that it took over, since the cache around has no room.
+  void leave_cache(const Task& task);
+  /// Returns the bytes held under a key.
+  int64_t num_bytes(const TaskKey& key);
   /// Discards values that could not be recomputed.
   void failed(const std::shared_ptr<RecomputedValues>& values) noexcept;
   /// Wakes the threads that wait for `values`, since the recomputing thread is about to wait for a

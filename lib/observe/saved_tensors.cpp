@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <algorithm>
 #include <unordered_set>
 
 #include "hooks/pack/inspection.h"
@@ -13,26 +12,10 @@
 
 namespace remat {
 
-namespace {
-
-/// Returns the nodes in the order in which backward would run them.
-std::vector<seam::NodePtr> nodes_below(const at::Tensor& root) {
-  std::vector<seam::NodePtr> nodes;
-  if (!root.defined()) return nodes;
-  seam::visit_nodes({{root.grad_fn(), 0}},
-                    [&nodes](const seam::NodePtr& node) { nodes.push_back(node); });
-  std::stable_sort(nodes.begin(), nodes.end(), [](const seam::NodePtr& a, const seam::NodePtr& b) {
-    return a->sequence_nr() > b->sequence_nr();
-  });
-  return nodes;
-}
-
-}  // namespace
-
 std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
   std::vector<SavedTensorInfo> infos;
   std::unordered_set<const void*> owners;
-  for (const seam::NodePtr& node : nodes_below(root)) {
+  for (const seam::NodePtr& node : seam::nodes_below(root)) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
     const std::string name = node->name();
     Inspection inspection;

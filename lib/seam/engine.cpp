@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -355,6 +356,33 @@ std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* 
 }
 
 int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
+
+std::vector<NodePtr> nodes_below(const at::Tensor& root) {
+  std::vector<NodePtr> nodes;
+  if (!root.defined()) return nodes;
+  visit_nodes({{root.grad_fn(), 0}}, [&nodes](const NodePtr& node) { nodes.push_back(node); });
+  std::stable_sort(nodes.begin(), nodes.end(), [](const NodePtr& a, const NodePtr& b) {
+    return a->sequence_nr() > b->sequence_nr();
+  });
+  return nodes;
+}
+
+NodeMark::NodeMark(const NodePtr& node) : node_(node.get()) {
+  if (node_ == nullptr) return;
+  sequence_nr_ = node_->sequence_nr();
+  thread_id_ = node_->thread_id();
+}
+
+bool NodeMark::will_run() const {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (node_ == nullptr || nodes == nullptr || nodes->count(node_) == 0) return false;
+  // The node is alive, but another one may have had its address before.
+  if (node_->sequence_nr() != sequence_nr_ || node_->thread_id() != thread_id_) return false;
+  const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;
+  const auto found = chosen->find(node_);
+  return found != chosen->end() && found->second.needed_;
+}
 
 void at_end_of_graph_task(std::function<void()> closure) {
   Engine::get_default_engine().queue_callback(std::move(closure));

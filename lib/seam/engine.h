@@ -133,6 +133,9 @@ void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
   }
 }
 
+/// Returns the nodes below a tensor, in the order in which backward would run them.
+std::vector<NodePtr> nodes_below(const at::Tensor& root);
+
 /// Returns the name of the node with that sequence number, if the node that a backward runs on this
 /// thread is it or leads to it. Empty if there is none, or another thread made it. Walks the graph:
 /// for errors only.
@@ -143,6 +146,20 @@ std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* 
 
 /// Returns the id of the backward that runs on this thread, -1 outside.
 int64_t graph_task_id();
+/// Names a node without keeping it alive.
+class NodeMark {
+ public:
+  NodeMark() = default;
+  explicit NodeMark(const NodePtr& node);
+  bool is_null() const { return node_ == nullptr; }
+  /// Returns whether the backward that runs on this thread runs the node, or has run it.
+  bool will_run() const;
+
+ private:
+  torch::autograd::Node* node_ = nullptr;
+  uint64_t sequence_nr_ = 0, thread_id_ = 0;
+};
+
 /// Destroys `closure` (after calling it, on success) when the backward that runs here ends.
 void at_end_of_graph_task(std::function<void()> closure);
 

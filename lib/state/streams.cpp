@@ -2,6 +2,9 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <mutex>
+#include <vector>
+
 #include "lib/seam/accelerator.h"
 
 namespace remat {
@@ -29,6 +32,31 @@ std::unique_ptr<CurrentStreams> CurrentStreams::here() {
   auto current = std::make_unique<CurrentStreams>(CurrentStreams{guard.getDevice(), {}});
   for (const c10::Device& device : devices) current->streams.push_back(guard.getStream(device));
   return current;
+}
+
+namespace {
+
+c10::Stream own_stream(const c10::Device& device) {
+  static std::mutex mutex;
+  static std::vector<c10::Stream> all;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const c10::Stream& each : all)
+    if (each.device() == device) return each;
+  return all.emplace_back(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+}
+
+}  // namespace
+
+std::unique_ptr<const StreamsBeside> StreamsBeside::of(const CurrentStreams* of_forward) {
+  const auto here = of_forward == nullptr ? nullptr : CurrentStreams::here();
+  if (here == nullptr) return nullptr;
+  for (const c10::Stream& stream : here->streams)
+    if (is_capturing(stream)) return nullptr;
+  auto beside = std::make_unique<StreamsBeside>(
+      StreamsBeside{{of_forward->device, {}}, {of_forward->device, of_forward->streams}});
+  for (const c10::Stream& stream : of_forward->streams)
+    beside->own.streams.push_back(own_stream(stream.device()));
+  return beside;
 }
 
 StreamScope::StreamScope(const CurrentStreams* of_forward, c10::ArrayRef<at::Tensor> inputs) {

@@ -7,7 +7,9 @@
 // from there. Each recomputed tensor notes the stream that was current for its device when it was
 // saved; at the end one event is recorded on each such stream. A reader that takes a tensor while
 // another stream is current makes that stream wait for the event, and reports the use to the
-// allocator.
+// allocator. A recompute ahead runs on a stream of the library's own instead, one for each device.
+// Memory that it reads may be released when its tensors are: a reader has waited for them by then,
+// and forward's streams wait for tensors that no code has read.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -28,6 +30,16 @@ struct CurrentStreams {
 
   /// Returns those of this thread; null if no device is in use.
   static std::unique_ptr<CurrentStreams> here();
+};
+
+/// Streams for a recompute ahead, beside those of its forward.
+struct StreamsBeside {
+  CurrentStreams own;
+  CurrentStreams of_forward;
+
+  /// Returns the library's own stream of each device, always the same. Null while work is captured
+  /// into a graph, or without forward's streams.
+  static std::unique_ptr<const StreamsBeside> of(const CurrentStreams* of_forward);
 };
 
 /// Makes forward's device and streams current while alive. Null changes nothing.

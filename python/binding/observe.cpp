@@ -10,6 +10,7 @@
 #include "fields.h"
 #include "python.h"
 #include "remat/memory.h"
+#include "remat/region_handle.h"
 #include "remat/report.h"
 
 namespace remat::python {
@@ -33,6 +34,38 @@ py::list saved_tensors_below(const at::Tensor& root) {
                               each.shares_storage, each.dropped));
   }
   return all;
+}
+
+py::list regions_behind(const at::Tensor& root) {
+  py::list all;
+  for (RegionHandle& each : regions_of(root))
+    all.append(std::make_shared<RegionHandle>(std::move(each)));
+  return all;
+}
+
+void add_region_handle(py::module_& module) {
+  py::class_<RegionHandle, std::shared_ptr<RegionHandle>>(
+      module, "RegionHandle",
+      "Refers to one region weakly: it keeps neither the graph nor the region's tensors alive. Made by\n"
+      "`regions_of`, or by the program for `checkpoint(..., handle=handle)`. Threads: any.")
+      .def(py::init<>())
+      .def_property_readonly("name", &RegionHandle::name,
+                             "The region's name; '' if its graph is gone.")
+      .def(
+          "prepare", wrapped([](const RegionHandle& self) {
+            const Unlocked unlocked;
+            return self.prepare();
+          }),
+          "Recomputes the region now, on this thread; on an accelerator on a stream of remat's own, unless the\n"
+          "region has buffers or state providers. The tensors belong to the next backward that reads them, or to\n"
+          "the group or cache around this call. A region inside others prepares those first. Does nothing if\n"
+          "recomputed tensors are there already. Returns False if the graph is gone. Raises what a recompute does.")
+      .def("release", wrapped([](const RegionHandle& self) {
+             const Unlocked unlocked;
+             self.release();
+           }),
+           "Drops what `prepare` computed, if it belongs to no backward, group or cache yet.");
+  module.def("_regions_of", wrapped(regions_behind));
 }
 
 void add_decision_report(py::module_& module) {
@@ -234,6 +267,7 @@ void add_meter(py::module_& module) {
 }  // namespace
 
 void add_observe(py::module_& module) {
+  add_region_handle(module);
   add_decision_report(module);
   add_region_report(module);
   add_device_report(module);

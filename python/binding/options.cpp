@@ -3,6 +3,7 @@
 
 #include "options.h"
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,6 +13,7 @@
 #include "containers.h"
 #include "module_tree.h"
 #include "policy.h"
+#include "remat/region_handle.h"
 
 namespace remat::python {
 
@@ -112,6 +114,12 @@ std::optional<int64_t> level_in(PyObject* value, const char* option) {
   return int_in(value, option, "Optional[int]");
 }
 
+std::shared_ptr<RegionHandle> handle_in(PyObject* value, const char* option) {
+  if (value == Py_None) return nullptr;
+  return checked(user, option, "Optional[RegionHandle]", value)
+      .cast<std::shared_ptr<RegionHandle>>();
+}
+
 Policy policy_of(PyObject* value, const char*) { return policy_in(value); }
 
 void add_modules(std::vector<PyObject*>& modules, PyObject* value) {
@@ -156,6 +164,8 @@ constexpr std::pair<const char*, Reader> readers[] = {
     {"modules",
      [](GivenOptions& to, const char*, PyObject* value) { add_modules(to.modules, value); }},
     {"input_mode", put<&O::inputs, choice_in<InputMode>>},
+    {"handle", put<&O::handle, handle_in>},
+    {"prepare_ahead", put<&O::prepare_ahead, depth_in>},
 };
 
 }  // namespace

@@ -39,7 +39,7 @@ from ._offload import (
     MoveCounts, Moves, Place, TierCounts, Tiers, save_as, save_elsewhere, save_in_tiers, save_on_cpu,
     save_on_disk,
 )
-from ._observe import Recorder, SavedTensor, free_bytes, saved_tensors
+from ._observe import Recorder, SavedTensor, free_bytes, regions_of, saved_tensors
 from ._costs import ChainCost, MoveCost, MoveOptions, StageCost
 from ._plan import (
     Frontier, FrontierPoint, InfeasibleBudget, Simulation, balanced_plan, checkpoint_sequential,
@@ -51,8 +51,9 @@ from ._fit import Fitted, fit
 from ._budget import Budget, budget
 from ._remat import (
     BudgetReport, DecisionReport, DeviceReport, EvictionReport, FailedAllocation, FileReport,
-    HeldBytes, MemoryMeter, MoveReport, PhaseInfo, Plan, PolicyContext, RegionReport, Report,
-    checkpoint_name, counters, current_phase, is_checkpointing, is_recomputing, pin, save_region,
+    HeldBytes, MemoryMeter, MoveReport, PhaseInfo, Plan, PolicyContext, RegionHandle, RegionReport,
+    Report, checkpoint_name, counters, current_phase, is_checkpointing, is_recomputing, pin,
+    save_region,
 )
 
 __version__ = _build.version
@@ -67,7 +68,7 @@ __all__ = [
     "Frontier", "FrontierPoint", "Guard", "HeldBytes", "InfeasibleBudget", "MoveCost", "MoveCounts",
     "MoveOptions", "MoveReport", "Moves", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice",
     "PhaseInfo", "Place", "Plan", "PlanRegion", "Policy", "PolicyContext", "Recorder",
-    "RefusedModule", "RegionReport", "Report", "SavedTensor", "Simulation", "StageCost",
+    "RefusedModule", "RegionHandle", "RegionReport", "Report", "SavedTensor", "Simulation", "StageCost",
     "StateProvider", "TierCounts", "Tiers", "UnusedRegion", "ValueComparison", "apply",
     "balanced_plan", "budget", "checkpoint", "checkpoint_level", "checkpoint_name",
     "checkpoint_sequential", "checkpointed", "counters", "current_phase", "custom_function", "debug",
@@ -75,7 +76,8 @@ __all__ = [
     "free_bytes", "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
     "is_checkpointing", "is_installed", "is_recomputing", "measure", "memory_limit", "mixed_plan",
     "observe_recomputes", "offload_names", "offload_ops", "pin", "plain_class",
-    "preserve_generator", "record_allocations", "recompute_cache", "remove", "reset_unused_regions",
+    "preserve_generator", "record_allocations", "recompute_cache", "regions_of", "remove",
+    "reset_unused_regions",
     "revolve_plan", "run", "save_all_but_names", "save_as", "save_elsewhere", "save_in_tiers",
     "save_matmuls", "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region",
     "saved_tensors", "set_checkpoint_level", "set_checkpointing", "simulate", "solve",

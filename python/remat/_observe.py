@@ -11,7 +11,7 @@ import torch
 from ._arguments import checked
 from ._errors import in_python_words
 from ._extension import _remat
-from ._remat import MemoryMeter, Report
+from ._remat import MemoryMeter, RegionHandle, Report
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -153,3 +153,10 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over the same graph.
     """
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
+
+
+@checked
+def regions_of(root: torch.Tensor) -> list[RegionHandle]:
+    """The regions in the graph behind `root`, in the order in which backward reads them. Computes nothing. A region is
+    missing if only nodes that do not say what they saved belong to it. Threads: any."""
+    return list(_remat._regions_of(root))

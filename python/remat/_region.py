@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, TypeVar, Uni
 
 from ._arguments import add_kind, check_fields, of_class, refuse, said
 from ._extension import _remat
+from ._remat import RegionHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,6 +55,7 @@ class ValueComparison:
 
 
 add_kind("ValueComparison", of_class(ValueComparison, "a remat.ValueComparison"))
+add_kind("RegionHandle", of_class(RegionHandle, "a remat.RegionHandle"))
 
 
 class Checkpointing:
@@ -136,6 +138,8 @@ if TYPE_CHECKING:
         debug: bool = False,
         level: Optional[int] = None,
         value_comparison: Optional[ValueComparison] = None,
+        handle: Optional[RegionHandle] = None,
+        prepare_ahead: int = 0,
         **kwargs: Any,
     ) -> R: ...
     @overload

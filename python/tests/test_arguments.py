@@ -39,7 +39,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "save_on_disk": (tempfile.gettempdir(),), "save_elsewhere": (Place(),), "save_as": (torch.bfloat16,),
     "disable_saved_tensors_hooks": ("text",), "Recorder": (), "Recorder.write_html": (WRONG, "x"),
     "Recorder.write_memory_svg": (WRONG, "x"), "Recorder.write_chrome_trace": (WRONG, "x"), "free_bytes": (),
-    "MemoryMeter": (), "saved_tensors": (x * 1,), "save_matmuls": (),
+    "MemoryMeter": (), "saved_tensors": (x * 1,), "regions_of": (x * 1,), "save_matmuls": (),
     "save_ops": (["aten::mm"],), "offload_ops": (["aten::mm"],),
     "save_names": (["a"],), "save_all_but_names": (["a"],), "offload_names": (["a"],), "Policy": (lambda c: True,),
     "Plan": (2,), "Plan.parse": ("[1]",), "revolve_plan": (3, 2), "mixed_plan": (3, 2), "balanced_plan": (3, 2),
@@ -56,7 +56,7 @@ NOT_CHECKED = {
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
     "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
-    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "CustomFunction",
+    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle", "CustomFunction",
 }  # fmt: skip
 
 

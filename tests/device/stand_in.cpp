@@ -80,16 +80,10 @@ void enqueue(int64_t stream, std::function<void()> work, bool is_mark = false) {
   queues[stream].work.push_back({std::move(work), is_mark});
 }
 
-// The device's clock follows the host's, and advances by the set time of each kernel and copy.
-std::atomic<int64_t> work_ns{0}, skew_ns{0};
-int64_t device_now_ns() {
-  return skew_ns +
-         std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 struct Event {
   int64_t stream = 0;
   uint64_t place = 0;
+  int64_t end_ns = 0;  ///< of the earlier work, on the stream's timeline
   /// The time at which the device passed an event with times; 0: not yet.
   std::shared_ptr<std::atomic<int64_t>> passed_ns;
 };
@@ -134,18 +128,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       passed = std::make_shared<std::atomic<int64_t>>(0);
       enqueue(s.id(), [passed] { *passed = device_now_ns(); }, /*is_mark=*/true);
     }
-    *static_cast<Event*>(*event) = {s.id(), queues[s.id()].end(), std::move(passed)};
+    *static_cast<Event*>(*event) = {s.id(), queues[s.id()].end(), timeline::end_of(s),
+                                    std::move(passed)};
     if (flag == c10::EventFlag::BACKEND_DEFAULT) return;
     write_down("record " + std::to_string(s.id()));
   }
   void block(void* event, const c10::Stream& s) const override {
     const Event e = *static_cast<Event*>(event);
-    enqueue(s.id(), [e] { run_until(e.stream, e.place); });
+    enqueue(s.id(), [e] { run_until(e.stream, e.place); }, /*is_mark=*/true);
+    timeline::wait(s, e.end_ns);
     write_down("wait " + std::to_string(s.id()) + " for " + std::to_string(e.stream));
   }
   void synchronizeEvent(void* event) const override {
     const Event e = *static_cast<Event*>(event);
     ++num_synchronized;
+    timeline::host_waits(e.end_ns);
     run_until(e.stream, e.place);
   }
   bool queryEvent(void* event) const override {
@@ -457,7 +454,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   if (before) before();
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
-    if (is_beside) skew_ns += work_ns;
+    if (is_beside) advance_clock();
     // The copy is not an operator of the program, which may be inside a region when the copy runs.
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -467,11 +464,15 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   };
   const at::Device where = to.is_cpu() ? from.device() : to.device();
   const int64_t on = Guard().getStream(where).id();
+  if (!from.is_cpu())
+    timeline::wait(Guard().getStream(where), timeline::end_of(Guard().getStream(from.device())));
+  timeline::work(Guard().getStream(where));
   if (non_blocking) {
     TORCH_CHECK(copies_until_failure < 0 || copies_until_failure-- != 0, "far failed to copy");
     enqueue(on, copy);
   } else {
     run_all(on);
+    timeline::host_waits(timeline::end_of(Guard().getStream(where)));
     copy();
   }
   return to;
@@ -509,7 +510,13 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const c10::Argument& each : op.schema().returns())
     TORCH_CHECK(each.alias_info() == nullptr || each.alias_info()->isWrite(),
                 "far has no kernel of the view ", op.operator_name());
-  work_begins(op.operator_name().name);
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const auto* const far = std::find_if(arguments.begin(), arguments.end(), [](const auto& each) {
+    return each.isTensor() && each.toTensor().is_privateuseone();
+  });
+  work_begins(op.operator_name().name,
+              far == arguments.end() ? device_index : far->toTensor().device().index());
+  const timeline::Paused inside;  // it copies to the CPU and back
   at::native::cpu_fallback(op, stack);
 }
 
@@ -622,12 +629,15 @@ at::Tensor near(const at::Tensor& tensor) {
   if (tensor.is_neg()) result._set_neg(true);
   return result;
 }
-void work_begins(const std::string& op) {
+void work_begins(const std::string& op, int index) {
   {
     const std::lock_guard<std::mutex> lock(kernels_mutex);
     ++kernels[op];
   }
-  skew_ns += work_ns;
+  const c10::Stream on = current_stream(index < 0 ? device_index : index);
+  if (on.id() >= first_pool_stream) run_all(on.id());
+  timeline::work(on);
+  advance_clock();
 }
 int64_t num_kernels(const std::string& op) {
   std::lock_guard<std::mutex> lock(kernels_mutex);
@@ -651,7 +661,6 @@ void set_before_copy(std::function<void()> call) {
   before_copy = std::move(call);
 }
 
-void set_work_time(std::chrono::nanoseconds each) { work_ns = each.count(); }
 void set_has_event_times(bool has) { has_event_times = has; }
 int64_t num_waits() { return num_synchronized; }
 
@@ -672,12 +681,6 @@ Draws take(int index, uint64_t count) {
   const std::lock_guard<std::mutex> lock(source.mutex());
   auto* const impl = static_cast<Generator*>(source.unsafeGetGeneratorImpl());
   return {impl->seed_set, std::exchange(impl->next, impl->next + count)};
-}
-double Draws::uniform(uint64_t i) const {
-  uint64_t bits = seed * 0x9e3779b97f4a7c15 + (first + i + 1) * 0xbf58476d1ce4e5b9;
-  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
-  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
-  return static_cast<double>((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
 }
 uint64_t position(int index) { return generator(index).get_offset(); }
 

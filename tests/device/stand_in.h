@@ -40,6 +40,27 @@ void set_capturing(bool capturing);
 /// Sets the time of each kernel and each non-blocking copy on the device's clock, which events
 /// read, in addition to the host's time.
 void set_work_time(std::chrono::nanoseconds each);
+/// Returns the time on the device's clock; advances it by the time of a kernel.
+int64_t device_now_ns();
+void advance_clock();
+/// The streams' timelines: work of a stream runs beside that of others and takes the set time each;
+/// events order it, and the host takes no time of its own. [ns] since `restart`.
+namespace timeline {
+void restart();
+/// Returns the end of the last work so far.
+int64_t end();
+int64_t end_of(c10::Stream stream);
+void work(c10::Stream stream);
+void wait(c10::Stream stream, int64_t until_ns);
+void host_waits(int64_t until_ns);
+/// While alive, this thread changes no timeline.
+struct Paused {
+  Paused();
+  ~Paused();
+  Paused& operator=(Paused&&) = delete;
+  const bool before;
+};
+}  // namespace timeline
 /// Sets whether events can have times; otherwise an event that needs one is refused.
 void set_has_event_times(bool has);
 /// Returns how often the host has waited for an event.
@@ -95,9 +116,9 @@ int64_t live_bytes();
 int64_t num_kernels(const std::string& op);
 
 /// For kernels of the device: returns a CPU tensor over the same memory. `work_begins` takes a
-/// kernel's time.
+/// kernel's time on the current stream of the device; -1: of the current one.
 at::Tensor near(const at::Tensor& tensor);
-void work_begins(const std::string& op);
+void work_begins(const std::string& op, int index = -1);
 
 /// Queues the work of this thread on `stream` for its lifetime.
 class OnStream {
