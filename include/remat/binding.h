@@ -167,8 +167,10 @@ REMAT_API void compare_member(const std::string& name, const at::Tensor& in_forw
 class REMAT_API ForwardRun {
  public:
   /// Saves the inputs of `body` and begins the region: later autograd saves on this thread belong
-  /// to it. Throws `c10::ValueError` for options that exclude each other and CheckpointError for
-  /// calls that cannot be a region. Exceptions of hooks around the region pass through.
+  /// to it. Inside a functorch transform, or if an argument carries a tangent, the run is plain: it
+  /// only keeps `body`, and `finish` records nothing. Throws `c10::ValueError` for options that
+  /// exclude each other and CheckpointError for calls that cannot be a region. Exceptions of hooks
+  /// around the region pass through.
   ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
              const FunctionFacts& facts = {});
   /// Closes the region. Without a call of `finish` the function has thrown: nothing stays behind
@@ -180,7 +182,7 @@ class REMAT_API ForwardRun {
   /// has accepted `stop_at_region`. Only with `FunctionFacts::sees_end`. The region has then not
   /// begun: the caller neither runs its function nor calls `finish`, but ends the enclosing
   /// function.
-  bool has_ended() const { return frame_ == nullptr; }
+  bool has_ended() const { return frame_ == nullptr && plain_ == nullptr; }
   /// Ends the run when the function has returned; `visit_result` visits the tensors in its result.
   /// Call it once.
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
@@ -188,6 +190,7 @@ class REMAT_API ForwardRun {
  private:
   void close();
   c10::intrusive_ptr<Frame> frame_;
+  std::unique_ptr<RegionBody> plain_;  // of a run that opens no region
   std::shared_ptr<detail::Scope> scope_;
   std::shared_ptr<void> user_scope_;
   std::shared_ptr<void> dispatch_mode_;  // operators come to the policy

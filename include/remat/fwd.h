@@ -8,6 +8,7 @@ enum class CheckpointPolicy;
 enum class DeterminismCheck;
 enum class InputMode;
 enum class Phase;
+enum class Transforms;
 
 class CheckpointError;
 class CheckpointLevelGuard;

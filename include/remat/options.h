@@ -94,6 +94,13 @@ enum class InputMode {
   CopyOnWrite
 };
 
+/// The treatment of a region that would be opened inside a transform of functorch (`vmap`, `grad`,
+/// `jvp`) or gets an argument with a forward-mode tangent.
+enum class Transforms {
+  RunPlainly,  ///< the function runs without a region, with one warning in the process
+  Refuse       ///< CheckpointError::Kind::Unsupported
+};
+
 /// One stage of a chain: a function from tensor to tensor.
 using Stage = std::function<at::Tensor(at::Tensor)>;
 
@@ -172,6 +179,8 @@ struct CheckpointOptions {
   /// `training_level >= level`, and otherwise runs plainly. Level 0 is never a region, with or
   /// without a guard. Guards ignore calls without a level.
   std::optional<int64_t> level{};
+  /// Treatment inside functorch transforms and with forward-mode tangents.
+  Transforms transforms = Transforms::RunPlainly;
   /// Handle that refers to the region when its function has returned, except in a recompute and in
   /// a call that runs plainly. Options with one handle may serve several calls: the last one
   /// counts.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "lib/base/error.h"
+#include "lib/base/once_per_name.h"
 #include "lib/base/stack_room.h"
 #include "lib/entry/module_function.h"
 #include "lib/entry/opaque_arguments.h"
@@ -21,6 +22,7 @@
 #include "lib/frame/layers.h"
 #include "lib/scope/profiler.h"
 #include "lib/seam/dispatch_mode.h"
+#include "lib/seam/warn.h"
 #include "remat/script_call.h"
 
 namespace remat {
@@ -96,16 +98,38 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
                     ".\nHint: give 0 or more.");
   TORCH_CHECK_VALUE(options.prepare_ahead >= 0, "remat::checkpoint: prepare_ahead is ",
                     options.prepare_ahead, ".\nHint: give 0 or more.");
-  // The key is included while the stack of transforms is not empty; functorch's own state outlives
-  // that stack.
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
-    throw_unsupported("a region was opened inside a functorch transform",
-                      "functional transforms refuse saved-tensor hooks",
-                      "call the function without remat::checkpoint inside the transform");
   if (!has_stack_room())
     throw_unsupported("regions are nested too deep for this thread's stack",
                       "each region runs inside the one around it",
                       "nest less deep, or use a thread with a larger stack");
+}
+
+/// A reason for which a region cannot be opened.
+struct Obstacle {
+  const char* fact;
+  const char* cause;
+};
+constexpr Obstacle in_transform{
+    "a region was opened inside a functorch transform",
+    "a recompute runs outside the transform, and torch.func.grad refuses "
+    "saved-tensor hooks"};
+constexpr Obstacle has_tangent{"an argument carries a forward-mode tangent",
+                               "forward-mode AD does not see what a recompute does"};
+
+/// Warns once that regions run plainly; throws if the options refuse that.
+void accept(const Obstacle& obstacle, const CheckpointOptions& options) {
+  if (options.transforms == Transforms::Refuse)
+    throw_unsupported(obstacle.fact, obstacle.cause,
+                      "call the function without remat::checkpoint there, or leave "
+                      "CheckpointOptions::transforms at RunPlainly");
+  static OncePerName warned;
+  if (!warned.is_first(obstacle.fact)) return;
+  seam::warn(c10::str("remat::checkpoint: ", obstacle.fact,
+                      ", and runs plainly: autograd keeps every tensor that "
+                      "it saves there, as without remat::checkpoint. Cause: ",
+                      obstacle.cause,
+                      ". Hint: open the region outside, or set CheckpointOptions::transforms = "
+                      "remat::Transforms::Refuse to get an error. This warning is given once."));
 }
 
 }  // namespace
@@ -140,6 +164,15 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);
+  // The key is included while the stack of transforms is not empty; functorch's own state outlives
+  // that stack.
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    accept(in_transform, options);
+    plain_ = std::move(body);
+    user_scope_ = register_plain_call(options, facts.module,
+                                      facts.script == nullptr ? nullptr : &facts.script->module());
+    return;
+  }
   auto own = register_modules(options, facts.module,
                               facts.script == nullptr ? nullptr : &facts.script->module());
   const auto* const around =
@@ -151,8 +184,16 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
                                       options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();
-  if (!frame_->begin(std::move(body), facts.sees_end, own)) {
+  try {
+    if (!frame_->begin(std::move(body), facts.sees_end, own)) {
+      frame_.reset();
+      return;
+    }
+  } catch (const CarriesTangent&) {
+    accept(has_tangent, options);
+    plain_ = frame_->take_body();
     frame_.reset();
+    user_scope_ = watch_modules(std::move(own));
     return;
   }
   profiled_ = profiler::forward_scope(frame_->region().info);
@@ -193,6 +234,7 @@ void ForwardRun::close() {
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
+  if (plain_ != nullptr) return user_scope_.reset();
   TORCH_CHECK_VALUE(
       scope_ != nullptr,
       "remat::ForwardRun: finish was called on a run that is over.\nCause: it was "

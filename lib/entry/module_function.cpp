@@ -75,7 +75,10 @@ std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOption
 std::shared_ptr<void> register_plain_call(const CheckpointOptions& options,
                                           torch::nn::Module* module,
                                           const torch::jit::Module* script) {
-  auto own = register_modules(options, module, script);
+  return watch_modules(register_modules(options, module, script));
+}
+
+std::shared_ptr<void> watch_modules(std::shared_ptr<const UserRegistrations> own) {
   return own == nullptr ? nullptr : std::make_shared<ModulesGuard>(std::move(own));
 }
 

@@ -24,8 +24,11 @@ std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOption
                                                           torch::nn::Module* module,
                                                           const torch::jit::Module* script);
 
-/// Does the same for a call that is no region: while the result lives, regions that begin on this
-/// thread also restore that state. Returns null if there are no modules.
+/// Makes regions that begin on this thread restore that state, too, while the result lives. Null
+/// for null.
+std::shared_ptr<void> watch_modules(std::shared_ptr<const UserRegistrations> own);
+
+/// Does both for a call that is no region. Returns null if there are no modules.
 std::shared_ptr<void> register_plain_call(const CheckpointOptions& options,
                                           torch::nn::Module* module,
                                           const torch::jit::Module* script);

@@ -50,6 +50,8 @@ class Frame final : public TaskMember {
   /// that recompute's stop or, if the caller `sees_end` and no stop is needed, returns false.
   bool begin(std::unique_ptr<RegionBody> body, bool sees_end,
              const std::shared_ptr<const UserRegistrations>& own);
+  /// Returns the body again, if the region did not begin.
+  std::unique_ptr<RegionBody> take_body() { return std::move(region_.body); }
   /// Classifies the saved tensors. Call it when the region's function has returned.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
 

@@ -64,13 +64,6 @@ const void* data_of(const at::Tensor& tensor) {
   return storage_of(tensor) == nullptr ? nullptr : storage_of(tensor)->data();
 }
 
-void refuse_tangent(const at::Tensor& tensor) {
-  if (seam::has_tangent(tensor))
-    throw_unsupported("an argument carries a forward-mode tangent",
-                      "forward-mode AD does not see what a recompute does",
-                      "call the function without remat::checkpoint while forward-mode AD is used");
-}
-
 }  // namespace
 
 Inputs::Watched::Watched(const at::Tensor& given)
@@ -109,7 +102,7 @@ SlotFiller* Inputs::save(const Region& region) {
         tensor.unsafeGetTensorImpl(), impls.size(), [&](std::size_t i) { return impls[i]; }));
     storages_.add(tensor);
     const auto storage_number = static_cast<int32_t>(storages_.number_of(memory_of(tensor)));
-    refuse_tangent(tensor);
+    if (seam::has_tangent(tensor)) throw CarriesTangent();
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     const at::Tensor copy = copies ? copies->copy_of(tensor) : at::Tensor();

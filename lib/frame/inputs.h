@@ -19,6 +19,9 @@ namespace remat {
 
 class SlotFiller;  // hooks/pack/slot.h
 
+/// Thrown if an argument carries a forward-mode tangent.
+struct CarriesTangent {};
+
 /// The arguments of one recompute.
 struct GivenInputs {
   std::vector<at::Tensor> tensors;

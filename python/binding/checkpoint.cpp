@@ -65,7 +65,7 @@ constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
            fingerprint=None, capture_check="raise", offload_inputs=False, offload_prefetch_depth=2,
            preserve_rng_state=True, input_mode="shared", buffers="restore", modules=(), strict_unpack=False, debug=False,
-           level=None, value_comparison=None, handle=None, prepare_ahead=0, **kwargs)
+           level=None, value_comparison=None, handle=None, prepare_ahead=0, transforms="plain", **kwargs)
 checkpoint(**options) -> a decorator, `@checkpoint()` without options
 --
 
@@ -101,6 +101,8 @@ value_comparison: a ValueComparison, which says how determinism_check="values" c
 handle: a RegionHandle that refers to the region from its end on.
 prepare_ahead: how many regions with this option a backward recomputes ahead when it first reads this one, in the
     reverse order in which this thread ran them.
+transforms: inside torch.func's transforms and with forward-mode tangents the function runs without a region
+    ("plain", with one warning), or the call is refused ("refuse").
 
 Grad mode off: the function runs plainly.
 Threads: any; a recompute runs on the thread of the backward that asks.

@@ -67,6 +67,9 @@ template <>
 const Choices<InputMode> choices<InputMode>{{"shared", InputMode::Shared},
                                             {"copy_on_write", InputMode::CopyOnWrite}};
 template <>
+const Choices<Transforms> choices<Transforms>{{"plain", Transforms::RunPlainly},
+                                              {"refuse", Transforms::Refuse}};
+template <>
 const Choices<ValueComparison::Nan> choices<ValueComparison::Nan>{
     {"bits", ValueComparison::Nan::Bits}, {"any", ValueComparison::Nan::Any}};
 
@@ -166,6 +169,7 @@ constexpr std::pair<const char*, Reader> readers[] = {
     {"input_mode", put<&O::inputs, choice_in<InputMode>>},
     {"handle", put<&O::handle, handle_in>},
     {"prepare_ahead", put<&O::prepare_ahead, depth_in>},
+    {"transforms", put<&O::transforms, choice_in<Transforms>>},
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ _PLAIN = {"policy": None, "fingerprint": None, "offload_inputs": False, "input_m
           "value_comparison": None, "handle": None}  # fmt: skip
 # Options that a traced region does not need.
 _CHECKS = ("name", "determinism_check", "capture_check", "offload_prefetch_depth", "buffers", "modules",
-           "strict_unpack", "debug", "prepare_ahead")  # fmt: skip
+           "strict_unpack", "debug", "prepare_ahead", "transforms")  # fmt: skip
 
 
 def _traced(function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -116,6 +116,8 @@ _PHRASES = (
     ("name it in CheckpointOptions::modules", "name it in `modules`"),
     ("use a RecomputeCacheGuard", "use remat.recompute_cache()"),
     ("BufferPolicy::Ignore", 'buffers="ignore"'),
+    ("leave CheckpointOptions::transforms at RunPlainly", 'leave transforms="plain"'),
+    ("set CheckpointOptions::transforms = remat::Transforms::Refuse", 'pass transforms="refuse"'),
     ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
     ("`mutable_data_ptr()`", "an operator"),
     ("INT64_MAX for a report without a limit", "sys.maxsize for a report without a limit"),

@@ -140,6 +140,7 @@ if TYPE_CHECKING:
         value_comparison: Optional[ValueComparison] = None,
         handle: Optional[RegionHandle] = None,
         prepare_ahead: int = 0,
+        transforms: Literal["plain", "refuse"] = "plain",
         **kwargs: Any,
     ) -> R: ...
     @overload

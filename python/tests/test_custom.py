@@ -185,5 +185,63 @@ class Rules(Case):
             gradient(z, x)
 
 
+class Transforms(Case):
+    """Regions inside transforms, and with tangents."""
+
+    def test_regions_run_plainly(self) -> None:
+        w = leaf()
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return remat.checkpoint(lambda t: (t @ w).sin(), x).sum()
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            return (x @ w).sin().sum()
+
+        x, v = torch.randn(4, 4), torch.randn(4, 4)
+        with self.assertWarnsRegex(UserWarning, "runs plainly: autograd keeps every tensor") as caught:
+            self.check_equal(torch.func.grad(f)(x), torch.func.grad(plain)(x))
+        self.assertEqual(len(caught.warnings), 1)
+        self.assertIn('pass transforms="refuse"', str(caught.warning))
+        self.check_equal(torch.vmap(f)(x), torch.vmap(plain)(x))
+        self.check_equal(torch.vmap(torch.func.grad(f))(x), torch.vmap(torch.func.grad(plain))(x))
+        self.check_equal(torch.func.hessian(f)(x), torch.func.hessian(plain)(x))
+        self.check_equal(
+            torch.func.jvp(torch.func.grad(f), (x,), (v,))[1], torch.func.jvp(torch.func.grad(plain), (x,), (v,))[1]
+        )
+
+    def test_forward_mode(self) -> None:
+        forward_ad = torch.autograd.forward_ad
+
+        def products(f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+            with forward_ad.dual_level():
+                x = leaf()
+                y = f(forward_ad.make_dual(x, torch.ones(4, 4)))
+                (first,) = gradient(y, x, create_graph=True)
+                return forward_ad.unpack_dual(y).tangent, forward_ad.unpack_dual(first).tangent
+
+        self.check_equal(products(lambda t: remat.checkpoint(torch.sin, t)), products(torch.sin))
+
+    def test_they_can_be_refused(self) -> None:
+        with self.assertRaisesRegex(remat.CheckpointError, "inside a functorch transform") as caught:
+            torch.func.grad(lambda t: remat.checkpoint(torch.sin, t, transforms="refuse").sum())(torch.ones(3))
+        self.assertIn('leave transforms="plain"', str(caught.exception))
+        self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+
+    def test_modules_write_their_buffers_once(self) -> None:
+        norm = torch.nn.BatchNorm1d(4)
+        x = leaf()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            forward_ad = torch.autograd.forward_ad
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(t, torch.ones_like(t))
+                return forward_ad.unpack_dual(remat.checkpoint(norm, dual)).primal.sin()
+
+        expected = torch.nn.BatchNorm1d(4)
+        gradient(expected(x).sin(), x)
+        gradient(remat.checkpoint(f, x), x)
+        self.check_equal(norm.running_mean, expected.running_mean)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "tests/support/support.h"
+#include "tests/support/warnings.h"
 
 using namespace remat::testing;
 using Kind = remat::CheckpointError::Kind;
@@ -42,7 +43,7 @@ void require_thrice(const Tensor& y, const Tensor& x, const Tensor& expected) {
 
 }  // namespace
 
-TEST_CASE("an argument that carries a forward-mode tangent is refused", "[rule-2]") {
+TEST_CASE("a region with a forward-mode tangent runs plainly, or is refused", "[rule-2]") {
   struct Level {
     const uint64_t index = torch::autograd::ForwardADLevel::get_next_idx();
     ~Level() { torch::autograd::ForwardADLevel::release_idx(index); }
@@ -52,14 +53,30 @@ TEST_CASE("an argument that carries a forward-mode tangent is refused", "[rule-2
   const auto f = counted(calls, [](const Tensor& t) { return t.sin().exp(); });
   {
     const Tensor dual = at::_make_dual(x, at::ones({3}), static_cast<int64_t>(level.index));
-    const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(f, dual); });
+    const auto error = error_of<remat::CheckpointError>(
+        [&] { remat::checkpoint({.transforms = remat::Transforms::Refuse}, f, dual); });
     CHECK(error.kind() == Kind::Unsupported);
     CHECK(std::string(error.what_without_backtrace()) ==
           "remat::checkpoint: an argument carries a forward-mode tangent.\n"
           "Cause: forward-mode AD does not see what a recompute does.\n"
-          "Hint: call the function without remat::checkpoint while forward-mode AD is used.");
+          "Hint: call the function without remat::checkpoint there, or leave "
+          "CheckpointOptions::transforms at RunPlainly.");
     CHECK(calls.count() == 0);
-    CHECK(f(dual)._fw_grad(static_cast<int64_t>(level.index)).defined());
+    const auto tangent_of = [&](const Tensor& t) {
+      return t._fw_grad(static_cast<int64_t>(level.index));
+    };
+    // Forward over reverse: the gradient's tangent is a product with the Hessian.
+    const auto all_of = [&](const Tensor& y) {
+      const Tensor grad = grad_of(y, {x}, {.create_graph = true})[0];
+      return Tensors{tangent_of(y), grad.detach(), tangent_of(grad)};
+    };
+    for (int i = 0; i < 2; ++i) {
+      const Warnings warnings;
+      const auto product = [&](const Tensor& a, const Tensor& b) { return f(a * b); };
+      require_bit_equal(all_of(remat::checkpoint(product, at::ones({3}), dual)), all_of(f(dual)));
+      CHECK(warnings.texts.size() == (i == 0 ? 1 : 0));
+    }
+    CHECK(calls.count() == 4);
   }
   require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
 }

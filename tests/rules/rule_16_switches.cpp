@@ -8,6 +8,7 @@
 
 #include "tests/support/sizes.h"
 #include "tests/support/support.h"
+#include "tests/support/warnings.h"
 
 namespace {
 
@@ -118,18 +119,30 @@ TEST_CASE("while LibTorch traces, tensors are saved plainly and recomputes still
   CHECK(calls.count() == 3);
 }
 
-TEST_CASE("a region inside a functional transform is refused before it runs", "[rule-16]") {
+TEST_CASE("a region inside a functional transform runs plainly, or is refused", "[rule-16]") {
   const Tensor x = leaf({3});
   Calls calls;
   auto f = counted(calls, [](const Tensor& t) { return t.sin(); });
   {
     const c10::impl::IncludeDispatchKeyGuard inside(
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-    const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(f, x); });
+    const auto error = error_of<remat::CheckpointError>(
+        [&] { remat::checkpoint({.transforms = remat::Transforms::Refuse}, f, x); });
     CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
     CHECK_THAT(text_of(error), contains("functorch transform"));
+    CHECK(calls.count() == 0);
+    Counted done;
+    for (int i = 0; i < 2; ++i) {
+      const Warnings warnings;
+      // No operator runs, since no transform is there.
+      remat::checkpoint(counted(calls, [](const Tensor& t) { return t; }), x);
+      REQUIRE(warnings.texts.size() <= 1);
+      for (const std::string& each : warnings.texts)
+        CHECK_THAT(each, contains("runs plainly: autograd keeps every tensor that it saves"));
+    }
+    CHECK(done.now().frames_created == 0);
   }
-  CHECK(calls.count() == 0);
+  CHECK(calls.count() == 2);
   require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), {x.cos()});
 }
 
