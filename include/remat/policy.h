@@ -11,12 +11,11 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
-#include "remat/call.h"
 #include "remat/export.h"
+#include "remat/save_region.h"
 
 namespace c10 {
 class OperatorHandle;
@@ -47,8 +46,9 @@ enum class CheckpointPolicy {
 
 /// One question to a policy. It concerns an operator below autograd (`linear` of a matrix arrives
 /// as `addmm`, of a batch of matrices as `mm` and `add_`) or, with `op` = `remat::checkpoint_name`,
-/// a value that got a name. All references are valid during the call only. There is no question
-/// about `detach` and operators that only read metadata.
+/// a value that got a name; with `op` = `remat::save_region`, a call with a name. All references
+/// are valid during the call only. There is no question about `detach` and operators that only read
+/// metadata.
 ///
 /// Operators that return views, write to their arguments or return unfilled memory (empty_like) run
 /// again in a recompute whatever the answer. They cost almost nothing, and a kept result would not
@@ -164,77 +164,5 @@ REMAT_API Policy operator|(Policy a, Policy b);
 /// call made, or that was changed in place, is kept itself. Differentiable. Outside of regions it
 /// just returns `x`.
 REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
-
-/// Returns `x` and, inside a region, keeps its value: recomputes continue with the kept value
-/// instead of their own. Use it for discrete decisions (the indices of topk, a routing mask, a
-/// sample) that rounding could flip. Memory: that of `x`, as long as the region's frame lives.
-/// Throws, in the recompute, if `x` was changed in place. A gradient that is taken inside the
-/// recompute through the pinned value throws (Unsupported). So does a gradient of the pinned value
-/// if `x` itself is used as well.
-REMAT_API at::Tensor pin(const at::Tensor& x);
-
-namespace detail {
-
-/// One call of save_region() or pin(), with the values that it keeps.
-class REMAT_API SavedRegion {
- public:
-  /// Begins the call. `type`: the type to which `emptied` points. `visit_arguments` visits the
-  /// arguments of the function.
-  SavedRegion(const std::type_info& type, c10::function_ref<void(TensorVisitor)> visit_arguments);
-  ~SavedRegion();
-  SavedRegion(const SavedRegion&) = delete;
-  SavedRegion& operator=(const SavedRegion&) = delete;
-  /// Returns true in a recompute that has the kept result: the function must not run.
-  bool is_kept() const;
-  /// Returns the `Emptied` of the result's type, null for void; `tensors` returns its tensors.
-  void* emptied() const;
-  std::vector<at::Tensor> tensors();
-  /// Keeps `emptied` and the tensors that `visit_tensors` visits. Call it after the function has
-  /// run.
-  void keep(std::shared_ptr<void> emptied, c10::function_ref<void(TensorVisitor)> visit_tensors);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;  // null outside of regions
-};
-
-}  // namespace detail
-
-/// Returns `fn(args...)`. Inside a region it keeps the result and the tensors that autograd saves
-/// in the call, so that `fn` does not run again. Use it for kernels that no operator policy sees:
-/// custom Functions, calls that bypass the dispatcher, communication.
-///
-/// The result belongs to the innermost region; if the recompute of an enclosing region runs that
-/// region's forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be
-/// copyable. A gradient that is taken inside the recompute through the result throws (Unsupported).
-/// So does a gradient of tensors older than the result, if `fn` read tensors that require grad and
-/// are not its arguments.
-template <class Fn, class... Args>
-auto save_region(Fn&& fn, Args&&... args) {
-  using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;
-  const auto visit_arguments = [&]([[maybe_unused]] TensorVisitor visitor) {
-    (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
-     ...);
-  };
-  if constexpr (std::is_void_v<Result>) {
-    detail::SavedRegion region(typeid(void), visit_arguments);
-    if (region.is_kept()) return;
-    detail::call(fn, std::forward<Args>(args)...);
-    region.keep(nullptr, [](TensorVisitor) {});
-  } else {
-    static_assert(std::copy_constructible<Result>,
-                  "remat::save_region: the result must be copyable, since each recompute gets a "
-                  "copy of it");
-    detail::SavedRegion region(typeid(detail::Emptied<Result>), visit_arguments);
-    if (region.is_kept()) {
-      std::vector<at::Tensor> tensors = region.tensors();
-      return static_cast<detail::Emptied<Result>*>(region.emptied())->filled(tensors);
-    }
-    Result result = detail::call(fn, std::forward<Args>(args)...);
-    auto emptied = std::make_shared<detail::Emptied<Result>>(std::as_const(result));
-    region.keep(emptied, [&](TensorVisitor visitor) { emptied->visit(visitor); });
-    return result;
-  }
-}
 
 }  // namespace remat

@@ -18,6 +18,7 @@
 #include "remat/policy.h"
 #include "remat/region_handle.h"
 #include "remat/report.h"
+#include "remat/save_region.h"
 #include "remat/scope.h"
 #include "remat/sequential.h"
 #include "remat/state.h"

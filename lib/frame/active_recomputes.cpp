@@ -68,7 +68,7 @@ void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates) {
   const ThreadState& state = here();
   if (!state.entries.empty()) {
-    state.entries.back().filler->stops().before_backward();
+    state.entries.back().filler->stops().between_operators();
     for (const Entry& each : state.entries) each.all->owner_waits_for_backward(*each.values);
   }
   if (!state.is_preparing) tell_regions(roots, targets, accumulates);

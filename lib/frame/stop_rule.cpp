@@ -90,7 +90,7 @@ void StopRule::stop_outside_operator() {
   stop();
 }
 
-void StopRule::before_backward() {
+void StopRule::between_operators() {
   if (has_stopped_ || (progress_.is_complete() && may_end() && !progress_.has_too_many()))
     stop_outside_operator();
 }

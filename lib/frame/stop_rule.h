@@ -60,10 +60,10 @@ class StopRule {
   bool ends_at(const SavedNow& now, bool was_complete, bool is_comparing);
   /// Returns whether the function will end soon by itself, since its language was asked for that.
   bool ends_soon() const;
-  /// Called when the function is about to run a backward. No operator is under way here, so a
-  /// recompute that is complete ends: that backward ran in the forward, and would accumulate its
-  /// gradients again.
-  void before_backward();
+  /// Called when no operator is under way, before work that a complete recompute must not do: it
+  /// ends here. A backward of the function ran in the forward, and would accumulate its gradients
+  /// again.
+  void between_operators();
   /// Called when a backward of the function has returned. If forward is still waiting inside a
   /// backward, a recompute that became complete in it ends: the code after it has not run in
   /// forward yet.

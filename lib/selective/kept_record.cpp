@@ -163,6 +163,14 @@ void KeptRecord::let_go_from(std::size_t first, Freed& freed) {
   }
 }
 
+void KeptRecord::let_go_regions_from(std::size_t first, Freed& freed) {
+  for (std::size_t i = first; i < pins.size(); ++i) {
+    if (pins[i] == nullptr || !pins[i]->is_region || pins[i]->values.empty()) continue;
+    freed.values.push_back(std::exchange(pins[i]->values, {}));
+    pins[i]->is_let_go = true;
+  }
+}
+
 void KeptRecord::end_forward(std::vector<KeptTensor::Unfinished>& unfinished, Freed& freed) {
   kept_results_ = {};  // clear() would keep the memory
   sources.clear();

@@ -15,6 +15,7 @@
 #include "lib/base/slab.h"
 #include "lib/base/spin_lock.h"
 #include "lib/selective/call_record.h"
+#include "lib/selective/in_argument.h"
 #include "lib/selective/kept_tensor.h"
 #include "lib/selective/policy_rule.h"
 #include "lib/selective/value_sources.h"
@@ -30,14 +31,20 @@ struct PinRecord {
     KeptTensor tensor;
     GradRole role;
     std::optional<ValueSources::Made> made{};
-    bool had_hooks = false;  ///< when it was kept; for results of save_region
+    bool had_hooks = false;                ///< when it was kept; for results of save_region
+    std::optional<InArgument> argument{};  ///< set if it lies in an argument of save_region
   };
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
   DrawSkips draws;
   std::vector<std::any> states;  ///< states of the region's providers after save_region's function
-  bool is_name = false;  ///< a pin of checkpoint_name: the recompute's own value may replace it
+  bool is_name = false;    ///< a pin of checkpoint_name: the recompute's own value may replace it
+  bool is_region = false;  ///< a pin of save_region
+  /// A save_region whose results were not kept, or were released: the function runs again. If it
+  /// `is_plain`, it runs as a part of the region.
+  bool is_let_go = false, is_plain = false;
+  std::vector<InArgument> saved_arguments;  ///< of save_region, in the order of their slots
 };
 
 /// The place of a kept result: the numbers of its operator, of the call, of the call's result, and
@@ -52,6 +59,7 @@ struct Freed {
   std::vector<c10::SmallVector<KeptResult, 1>> results;
   std::vector<at::Tensor> held;
   std::vector<CallRecordPtr> records;
+  std::vector<std::vector<PinRecord::Value>> values;
 };
 
 /// The calls of a region's forward, and their kept results. The region's Selection writes the
@@ -118,6 +126,8 @@ class KeptRecord {
   void note_let_go(const KeptIndex& call);
   /// Releases the results of the calls from number `first` in `sequence` on.
   void let_go_from(std::size_t first, Freed& freed);
+  /// Releases the results of the calls of save_region from number `first` in `pins` on.
+  void let_go_regions_from(std::size_t first, Freed& freed);
   /// Ends the forward. Releases what only forward needs, and adds stores that are unfinished.
   void end_forward(std::vector<KeptTensor::Unfinished>& unfinished, Freed& freed);
 

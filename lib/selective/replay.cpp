@@ -10,6 +10,7 @@
 #include "lib/frame/inputs.h"
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
+#include "lib/scope/saving_input.h"
 #include "lib/seam/variable_hooks.h"
 
 namespace remat {
@@ -314,19 +315,44 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
            "pin a copy of it, or use the operator that does not write in place",
            each.tensor.identity());
     }
-  skip(frame_, pin->draws);
+  if (!pin->is_let_go) skip(frame_, pin->draws);
   return pin;
 }
 
-std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
-                                          torch::autograd::edge_list sources) {
+void Replay::fill_slots(const PinRecord& pin, FrameScope& region,
+                        const std::vector<at::Tensor>& arguments) {
+  SlotFiller* stops = nullptr;
+  const auto tensor_in = [&](const InArgument& place) {
+    at::Tensor tensor = place.of(arguments);
+    if (!tensor.defined())
+      fail(CheckpointError::Kind::SelectiveMismatch,
+           "the recompute called save_region with arguments of other shapes or types than forward",
+           "the function does not compute the same again",
+           "make the arguments depend on nothing that changes between forward and backward");
+    return tensor;
+  };
+  go_on_after_mismatch([&] {
+    for (const PinRecord::Value& each : pin.values)
+      if (each.argument) tensor_in(*each.argument);
+    for (const InArgument& each : pin.saved_arguments) {
+      const at::Tensor saved = tensor_in(each);
+      const SavingInput saving(arguments[each.argument()], &stops);
+      region.make_hooks()->call_pack_hook(saved);
+    }
+  });
+  // A custom Function may have made the argument, which forbids a stop at its save.
+  if (stops != nullptr || pin.is_let_go) filler_.stops().between_operators();
+}
+
+std::vector<at::Tensor> Replay::values_of(const PinRecord& pin, torch::autograd::edge_list sources,
+                                          const std::vector<at::Tensor>& arguments) {
   const seam::OnlyNodeWatch unwatched(nullptr);  // kept values do not depend on changed operands
   for (const at::Tensor& each : given_)
     if (each.defined() && has_gradient_edge(each))
       sources.push_back(torch::autograd::impl::gradient_edge(each));
   std::vector<at::Tensor> values;
   for (const PinRecord::Value& each : pin.values) {
-    const at::Tensor value = restore(each.tensor);
+    const at::Tensor value = each.argument ? each.argument->of(arguments) : restore(each.tensor);
     values.push_back(value.defined() ? roles_.give(value, each.role, each.had_hooks, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);

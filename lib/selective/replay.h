@@ -10,6 +10,7 @@
 
 #include "lib/frame/filler.h"
 #include "lib/frame/frame.h"
+#include "lib/frame/frame_scope.h"
 #include "lib/frame/keeper.h"
 #include "lib/selective/kept_gradients.h"
 #include "lib/selective/kept_record.h"
@@ -36,7 +37,13 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
   /// Returns the values of a pin. `sources`: edges to which gradients of the values may lead.
-  std::vector<at::Tensor> values_of(const PinRecord& pin, torch::autograd::edge_list sources);
+  /// `arguments`: those of save_region's function.
+  std::vector<at::Tensor> values_of(const PinRecord& pin, torch::autograd::edge_list sources,
+                                    const std::vector<at::Tensor>& arguments = {});
+  /// Fills the slots of the arguments that save_region's function saved in forward. May end the
+  /// recompute.
+  void fill_slots(const PinRecord& pin, FrameScope& region,
+                  const std::vector<at::Tensor>& arguments);
 
   // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,

@@ -1,5 +1,6 @@
 #include "lib/selective/selection.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "lib/frame/layers.h"
@@ -45,6 +46,7 @@ void Selection::slot_added(const at::Tensor& saved, int64_t position) {
   if (record_.is_settled) return;
   std::lock_guard<SpinLock> lock(record_.mutex);
   record_.note_read(storage_of(saved));
+  pins_at_last_save_ = record_.pins.size();
   if (rule_ == nullptr) return;
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   calls_at_last_save_ = record_.sequence.size();
@@ -107,8 +109,10 @@ int64_t Selection::begin_pin() {
 }
 
 void Selection::keep_pin(int64_t number, std::shared_ptr<PinRecord> pin) {
+  const auto index = static_cast<std::size_t>(number);
   std::lock_guard<SpinLock> lock(record_.mutex);
-  record_.pins[static_cast<std::size_t>(number)] = std::move(pin);
+  if (pin->is_region) pins_at_last_save_ = std::min(pins_at_last_save_, index);
+  record_.pins[index] = std::move(pin);
 }
 
 void keep_itself(Selection& selection, const at::Tensor& value, int64_t number,

@@ -39,12 +39,15 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Returns the selection of a frame, and makes it if necessary.
   static Selection& make(Frame& frame, std::shared_ptr<const PolicyRule> rule = nullptr);
 
-  /// Returns whether any result may be kept later, after other operators have read it.
-  bool looks_at_names() const { return record_.looks_at_names(); }
+  /// Returns the policy's rule; null if only pins are kept.
+  const PolicyRule* rule() const { return rule_; }
 
   // Functions for pins in forward, by number.
   int64_t begin_pin();
+  /// Sets a pin. The results of a save_region do not count as needed for its own slots.
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
+  /// Returns the place for a value that a policy with this answer keeps.
+  KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer);
   /// Returns a kept value, which gets the number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                               const detail::RegionScope& region, const KeptPlace& place = {});
@@ -91,6 +94,7 @@ class Selection final : public Keeper, public OperatorHandler {
   HeldForNames held_for_names_;
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::size_t calls_at_last_save_ = 0;                           // of all operators
+  std::size_t pins_at_last_save_ = 0;
   /// The policy's answer in a recorded region, and why it could not be followed (null if it was).
   struct Decision {
     KeptIndex call;
@@ -99,6 +103,11 @@ class Selection final : public Keeper, public OperatorHandler {
   };
   std::vector<Decision> decisions_;
 };
+
+/// Returns a policy's answer for a save_region with that name; MustSave without a policy, and for
+/// one that has no names.
+CheckpointPolicy answer_for_region(const PolicyRule* rule, const std::string& name,
+                                   const std::vector<at::Tensor>& arguments);
 
 /// Keeps the argument of `pin` or of a name, as the pin `number`.
 void keep_itself(Selection& selection, const at::Tensor& value, int64_t number,

@@ -188,7 +188,7 @@ void Selection::decide(Call& call, Freed& freed) {
   call.keeps = is_keeping(call.answer) && traits.can_be_kept();
   call.applies = traits.is_mutable && record_.num_kept > 0 &&
                  record_.writes_to_kept(call.op, call.arguments, freed);
-  call.may_get_name = looks_at_names() && traits.can_be_kept() && !call.is_packing;
+  call.may_get_name = record_.looks_at_names() && traits.can_be_kept() && !call.is_packing;
   if (call.keeps || call.may_get_name || call.applies) {
     call.record = record_.make_record();
     call.record->is_preferred = call.keeps && is_preferring(call.answer);

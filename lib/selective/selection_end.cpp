@@ -20,8 +20,13 @@ void Selection::settle() {
     std::lock_guard<SpinLock> lock(record_.mutex);
     // A recompute stops before the calls that follow the last saved tensor, or runs them again.
     const Region& region = frame_.region();
-    if (rule_ != nullptr && region.options.early_stop && region.body->can_be_stopped())
-      record_.let_go_from(calls_at_last_save_, freed);
+    if (region.options.early_stop && region.body->can_be_stopped()) {
+      if (rule_ != nullptr) record_.let_go_from(calls_at_last_save_, freed);
+      // A recompute that must write to buffers runs on.
+      const UserState* const state = frame_.surroundings().user_state();
+      if (state == nullptr || !state->is_compared())
+        record_.let_go_regions_from(pins_at_last_save_, freed);
+    }
     slot_sources_.clear();
     record_.end_forward(unfinished, freed);
   }

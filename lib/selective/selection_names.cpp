@@ -26,12 +26,39 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
   return true;
 }
 
+namespace {
+
+/// Returns an operator that stands for names in questions to policies (pin.cpp).
+c10::OperatorHandle operator_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+}  // namespace
+
+CheckpointPolicy answer_for_region(const PolicyRule* rule, const std::string& name,
+                                   const std::vector<at::Tensor>& arguments) {
+  if (name.empty() || rule == nullptr || !rule->looks_at_names()) return CheckpointPolicy::MustSave;
+  rule->see(name);
+  static const c10::OperatorHandle op = operator_of("remat::save_region");
+  const std::vector<c10::IValue> given{arguments, name};
+  return rule->answer({op, "remat::save_region", given, /*is_recompute=*/false, name});
+}
+
+KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer) {
+  // A copy would free no memory if the value itself stays alive. Its owner may write to it, which
+  // is not seen here.
+  const c10::StorageImpl* const storage = value.defined() ? storage_of(value) : nullptr;
+  const bool stays_alive =
+      storage != nullptr && (is_parameter(value) || frame_.inputs().is_in_place(*storage));
+  return stays_alive || !moves_ ? KeptPlace()
+                                : moves_->place_of(value, answer, /*is_beside=*/false);
+}
+
 void Selection::name(const at::Tensor& value, const std::string& name,
                      const detail::RegionScope& region) {
   const int64_t number = begin_pin();
   rule_->see(name);
-  static const c10::OperatorHandle op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");
+  static const c10::OperatorHandle op = operator_of("remat::checkpoint_name");
   const std::vector<c10::IValue> arguments{value, name};
   const CheckpointPolicy answer =
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
@@ -45,14 +72,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
     return;
   }
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  // A copy would free no memory if the value itself stays alive. Its owner may write to it, which
-  // is not seen here.
-  const c10::StorageImpl* const storage = storage_of(value);
-  const bool stays_alive =
-      storage != nullptr && (is_parameter(value) || frame_.inputs().is_in_place(*storage));
-  keep_itself(*this, value, number, region,
-              stays_alive ? KeptPlace() : moves_->place_of(value, answer, /*is_beside=*/false),
-              /*is_name=*/true);
+  keep_itself(*this, value, number, region, place_of(value, answer), /*is_name=*/true);
 }
 
 void Selection::end_naming() {

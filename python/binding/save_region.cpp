@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
+#include <string>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -53,8 +54,16 @@ py::object filled(const Emptied& emptied, std::vector<at::Tensor> tensors) {
   return py::handle(unflatten)(leaves, py::handle(emptied.structure));
 }
 
-/// save_region(function, /, *args, **kwargs)
+/// save_region([name,] function, /, *args, **kwargs)
 PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  std::string name;
+  if (count > 0 && PyUnicode_Check(arguments[0]) != 0) {
+    const char* const text = PyUnicode_AsUTF8(arguments[0]);
+    if (text == nullptr) return nullptr;
+    name = text;
+    ++arguments;
+    --count;
+  }
   if (count == 0) {
     PyErr_SetString(PyExc_TypeError, "remat.save_region: a function is needed");
     return nullptr;
@@ -66,7 +75,7 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
   }
   const Call call{arguments[0], arguments + 1, count - 1, keywords};
   return guarded([&]() -> PyObject* {
-    detail::SavedRegion region(typeid(Emptied), [&](TensorVisitor visitor) {
+    detail::SavedRegion region(name, typeid(Emptied), [&](TensorVisitor visitor) {
       for (Py_ssize_t i = 0; i < call.size(); ++i) visit_tensors(call.arguments[i], visitor);
     });
     if (region.is_kept())
@@ -85,12 +94,18 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
 }
 
 constexpr char text[] =
-    R"(save_region(function, /, *args, **kwargs)
+    R"(save_region(function_or_name, /, *args, **kwargs)
 --
 
 Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it returns, so that it is not run
 again. For kernels that no operator policy sees: custom Functions, calls past the dispatcher, communication. Outside
 of regions: `function(*args, **kwargs)`.
+
+`save_region("attention.qkv", function, ...)`: a region's policy that knows names decides whether it is kept; otherwise
+`function` is an ordinary part of the region.
+
+Arguments that `function` saves or returns are not kept: the recompute has them. Results are released where no tensor
+is saved in the region after the call.
 
 It belongs to the innermost region; when the recompute of an enclosing one runs that region's forward again,
 `function` runs again. The result: a tensor, or tensors in tuples, lists and dictionaries, beside objects that come

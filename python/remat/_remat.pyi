@@ -2,7 +2,7 @@
 with an underscore is for this package alone, and has no types."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar, Union
+from typing import Any, Final, TypeVar, Union, overload
 
 import torch
 
@@ -31,8 +31,13 @@ def checkpoint_name(x: torch.Tensor, name: str, /) -> torch.Tensor:
 def pin(x: torch.Tensor, /) -> torch.Tensor:
     """Inside a region: keeps the value of `x`, and recomputes go on with it. For discrete decisions."""
 
+@overload
 def save_region(function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
     """Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it returns."""
+
+@overload
+def save_region(name: str, function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
+    """The same, if the region's policy keeps the name."""
 
 def counters() -> dict[str, int]:
     """Exact counts since the process started; those with `alive` are of now."""
