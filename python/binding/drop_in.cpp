@@ -8,9 +8,11 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "policy.h"
 
@@ -54,13 +56,25 @@ bool is_transformed() {
 
 }  // namespace
 
-bool is_for_upstream() {
-  if (!upstream().is_on || is_compiled_autograd_on() || is_transformed()) return true;
-  if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+static std::array<int64_t, num_ways> counts{};
+
+void count_call(Way way) { ++counts[static_cast<std::size_t>(way)]; }
+
+Way way_of_call() {
+  if (is_compiled_autograd_on()) return Way::CompiledAutograd;
+  if (is_transformed()) return Way::Transform;
+  if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) return Way::Region;
   const py::object result = py::reinterpret_steal<py::object>(
       in_python([] { return PyObject_CallNoArgs(upstream().is_tracing); }));
   if (!result) throw python_error();
-  return result.ptr() == Py_True;
+  return result.ptr() == Py_True ? Way::Tracing : Way::Region;
+}
+
+bool is_for_upstream() {
+  if (!upstream().is_on) return true;
+  const Way way = way_of_call();
+  count_call(way);
+  return way != Way::Region;
 }
 
 // ---- a region
@@ -196,6 +210,7 @@ void add_drop_in(py::module_& module) {
          REMAT_MEMBER(U, replaced_name), REMAT_MEMBER(U, replacement)});
     torch.throws = all["throws"].cast<bool>();
   });
+  module.def("_calls_by_way", [] { return std::vector<int64_t>(counts.begin(), counts.end()); });
   module.def("_turn_drop_in", [](bool on) { upstream().is_on = on; });
 }
 

@@ -32,7 +32,15 @@ struct Upstream {
 };
 Upstream& upstream();
 
-/// Calls that are upstream's own affair. Throws Python's errors.
+/// What became of a call of torch.utils.checkpoint; the order is that of `_ways` in _drop_in.py.
+enum class Way { Region, Reentrant, CompiledAutograd, Transform, Tracing };
+inline constexpr std::size_t num_ways = 5;
+
+/// Counts a call. Interpreter's lock.
+void count_call(Way way);
+/// Returns how a call runs if the drop-in is on. Throws Python's errors.
+Way way_of_call();
+/// Returns whether a call is upstream's own affair, and counts it. Throws Python's errors.
 bool is_for_upstream();
 
 /// A region of upstream's, from its arguments to its end. One thread.

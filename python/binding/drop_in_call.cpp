@@ -26,12 +26,14 @@ class PlainCall {
   PlainCall(PyObject* const* arguments, Py_ssize_t count, PyObject* keywords)
       : arguments_(arguments), count_(count) {
     settings_[0] = count > 0 ? arguments[0] : nullptr;
+    note_reentrant(keywords);
     is_plain_ = count > 0 && keywords != nullptr && read(keywords) && is_non_reentrant_ &&
                 !is_debug_enabled() && !is_generator_other();
   }
 
   /// Whether it is a region of no kind but the plain one.
   explicit operator bool() const { return is_plain_; }
+  bool is_non_reentrant() const { return is_non_reentrant_; }
   PyObject* const* settings() const { return settings_; }
   Call call() const {
     if (!names_) return {arguments_[0], arguments_ + 1, count_ - 1, nullptr};
@@ -56,8 +58,18 @@ class PlainCall {
     return global(upstream().replaced_name) != upstream().replacement;
   }
 
+  static PyObject* use_reentrant_name() {
+    static PyObject* const name = interned("use_reentrant");
+    return name;
+  }
+  void note_reentrant(PyObject* keywords) {
+    const Py_ssize_t num_named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+    for (Py_ssize_t i = 0; i < num_named; ++i)
+      if (is(PyTuple_GET_ITEM(keywords, i), use_reentrant_name()))
+        is_non_reentrant_ = arguments_[count_ + i] == Py_False;
+  }
+
   bool read(PyObject* keywords) {
-    static PyObject* const use_reentrant = interned("use_reentrant");
     static PyObject* const preserve = interned("preserve_rng_state");
     static PyObject* const context_fn = interned("context_fn");
     static PyObject* const determinism_check = interned("determinism_check");
@@ -74,9 +86,8 @@ class PlainCall {
     for (Py_ssize_t i = 0; i < num_named; ++i) {
       PyObject* const name = PyTuple_GET_ITEM(keywords, i);
       PyObject* const value = arguments_[count_ + i];
-      if (is(name, use_reentrant)) {
-        is_non_reentrant_ = value == Py_False;
-      } else if (is(name, preserve)) {
+      if (is(name, use_reentrant_name())) continue;
+      if (is(name, preserve)) {
         settings_[1] = value;
       } else if (is(name, context_fn)) {
         if (value != upstream().noop_context_fn) return false;
@@ -139,7 +150,12 @@ PyObject* run_plain(const PlainCall& plain) {
 PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   return returned([&] {
     const PlainCall plain(arguments, count, keywords);
-    if (plain && !is_for_upstream()) return run_plain(plain);
+    if (plain && upstream().is_on && way_of_call() == Way::Region) {
+      count_call(Way::Region);
+      return run_plain(plain);
+    }
+    // Others are counted where they reach the generator.
+    if (upstream().is_on && !plain.is_non_reentrant()) count_call(Way::Reentrant);
     return PyObject_Vectorcall(upstream().pass_on, arguments, static_cast<std::size_t>(count),
                                keywords);
   });

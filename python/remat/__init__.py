@@ -22,7 +22,7 @@ from ._policy import (
     CheckpointPolicy, Policy, offload_names, offload_ops, save_all_but_names, save_matmuls, save_names, save_ops,
 )
 from ._compiled import register_when_imported
-from ._drop_in import install, installed, is_installed, uninstall
+from ._drop_in import Served, install, installed, is_installed, served, uninstall
 from ._choice import ModuleChoice
 from ._custom import CustomFunction, custom_function
 from ._modules import (
@@ -68,7 +68,8 @@ __all__ = [
     "Frontier", "FrontierPoint", "Guard", "HeldBytes", "InfeasibleBudget", "MoveCost", "MoveCounts",
     "MoveOptions", "MoveReport", "Moves", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice",
     "PhaseInfo", "Place", "Plan", "PlanRegion", "Policy", "PolicyContext", "Recorder",
-    "RefusedModule", "RegionHandle", "RegionReport", "Report", "SavedTensor", "Simulation", "StageCost",
+    "RefusedModule", "RegionHandle", "RegionReport", "Report", "SavedTensor", "Served", "Simulation",
+    "StageCost",
     "StateProvider", "TierCounts", "Tiers", "UnusedRegion", "ValueComparison", "apply",
     "balanced_plan", "budget", "checkpoint", "checkpoint_level", "checkpoint_name",
     "checkpoint_sequential", "checkpointed", "counters", "current_phase", "custom_function", "debug",
@@ -80,7 +81,7 @@ __all__ = [
     "reset_unused_regions",
     "revolve_plan", "run", "save_all_but_names", "save_as", "save_elsewhere", "save_in_tiers",
     "save_matmuls", "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region",
-    "saved_tensors", "set_checkpoint_level", "set_checkpointing", "simulate", "solve",
+    "saved_tensors", "served", "set_checkpoint_level", "set_checkpointing", "simulate", "solve",
     "state_provider", "torch_sequential_plan", "uninstall", "unused_regions",
 ]
 # fmt: on

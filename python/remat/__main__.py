@@ -3,6 +3,9 @@ in the processes, too, that it starts by multiprocessing. `torchrun -m remat SCR
 
 `python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main thread
 of each such process inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
+
+`python -m remat --report ...` writes at its end what became of the calls of torch.utils.checkpoint:
+one line, as `remat.served()`.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def _run_script(path: str) -> None:
 def main() -> None:
     arguments = sys.argv[1:]
     budget = None
+    report = arguments[:1] == ["--report"]
+    del arguments[: int(report)]
     if arguments and arguments[0].split("=")[0] == "--budget":
         _, is_joined, budget = arguments.pop(0).partition("=")
         if not is_joined:
@@ -58,7 +63,7 @@ def main() -> None:
     from ._drop_in import install, install_in_children
 
     try:
-        install(budget=budget)
+        install(budget=budget, report=report)
     except ValueError as error:
         if budget is None:
             raise

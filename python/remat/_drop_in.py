@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -18,6 +18,7 @@ from ._budget import Budget, Budgeted
 from ._budget import budget as make_budget
 from ._extension import _remat
 from ._selective import asks_functions, contexts_of
+from ._selective import counts as _selective_counts
 
 # Taken before anything is replaced. From 2.14 on the function that makes a region has its arguments apart from its
 # options, under another name; the old form is one for others, and calls the new one.
@@ -30,6 +31,7 @@ _exit_group: Any = getattr(_Group, "__exit__", None)
 
 _lock = threading.Lock()
 _num_installed = 0
+_with_hooks = [0]  # calls with respect_saved_tensors_hooks and a context_fn
 
 
 # ---- the function that makes a region ---------------------------------------------------------------------
@@ -52,6 +54,7 @@ if _IS_NEWER:
     ) -> Any:
         settings = preserve_rng_state, context_fn, determinism_check, debug, early_stop
         if respect_saved_tensors_hooks and context_fn is not _noop:
+            _with_hooks[0] += is_installed()
             return _replaced(fn, args, kwargs, respect_saved_tensors_hooks=True, **dict(zip(_SETTINGS, settings)))
         return _remat._region(fn, *settings, *args, **kwargs)
 
@@ -215,8 +218,62 @@ def _close_budgets() -> None:
             budget.__exit__()
 
 
+# ---- what became of calls ------------------------------------------------------------------------
+
+_ways = (
+    "regions", "re-entrant", "compiled autograd", "functorch or forward-mode AD",
+    "torch.compile or make_fx",
+)  # fmt: skip
+
+
+class Served(NamedTuple):
+    """What the drop-in made of calls of `torch.utils.checkpoint` since the process began.
+
+    `str` is one line."""
+
+    regions: int
+    """Calls that ran on remat. (Calls without grad mode, which are no regions, are among them.)"""
+    passed_on: dict[str, int]
+    """Calls that ran on torch's own code, by the reason. Re-entrant ones are counted before torch
+    2.14 only; calls that torch.compile traces itself never get here."""
+    policies: int
+    """Regions whose selective context runs as a native policy."""
+    modes: dict[str, int]
+    """Regions that run in upstream's modes instead, by the reason."""
+
+    def __str__(self) -> str:
+        def told(number: int, reasons: dict[str, int]) -> str:
+            each = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            return f"{number} ({each})" if each else str(number)
+
+        text = f"remat: {self.regions} calls of torch.utils.checkpoint served"
+        text += f", {told(sum(self.passed_on.values()), self.passed_on)} passed on"
+        if self.policies or self.modes:
+            modes = told(sum(self.modes.values()), self.modes)
+            text += f"; {self.policies} selective contexts as native policies, "
+            text += f"{modes} in upstream's modes"
+        return text
+
+
+def served() -> Served:
+    """What `install` has made of the program's calls, and why."""
+    regions, *others = _remat._calls_by_way()
+    passed_on = {way: count for way, count in zip(_ways[1:], others) if count}
+    if _with_hooks[0]:
+        passed_on["respect_saved_tensors_hooks with a context_fn"] = _with_hooks[0]
+    modes = dict(_selective_counts)
+    policies = modes.pop("", 0)
+    return Served(regions, passed_on, policies, modes)
+
+
+def _report() -> None:
+    print(served(), file=sys.stderr)
+
+
 @checked
-def install(*, native_policy_functions: bool = True, budget: Optional[Budgeted] = None) -> None:
+def install(
+    *, native_policy_functions: bool = True, budget: Optional[Budgeted] = None, report: bool = False
+) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
     That holds for whoever imported it before or imports it later: transformers, Lightning, torchtune, the wrappers
@@ -228,9 +285,13 @@ def install(*, native_policy_functions: bool = True, budget: Optional[Budgeted] 
         native policies. False, until the last `uninstall`: all run in upstream's modes.
     budget: open `remat.budget(budget)` on this thread until the matching `uninstall`, which must be
         called on the same thread [bytes, or text].
+    report: when the process ends, write `remat.served()` to stderr, one line.
     Raises as `remat.budget`.
     """
     global _num_installed
+    if report:
+        atexit.unregister(_report)
+        atexit.register(_report)
     if not _reaches_upstream:
         raise RuntimeError(
             f"remat.install: torch {torch.__version__} makes the regions of torch.utils.checkpoint in a way that this "

@@ -18,6 +18,15 @@ from ._policy import CheckpointPolicy, Policy, save_ops
 from ._remat import PolicyContext
 
 _create_contexts = upstream.create_selective_checkpoint_contexts
+counts: dict[str, int] = {}
+"""Of regions with a selective context: under "" those with a native policy, else by the reason why
+upstream's modes ran."""
+
+
+def _count(reason: str) -> None:
+    counts[reason] = counts.get(reason, 0) + 1
+
+
 asks_functions = threading.Event()
 """Set: policy functions that do not look at results run as native policies."""
 
@@ -29,11 +38,26 @@ _code_of_lists = next(
 )
 _policies: dict[tuple[Any, ...], Optional[Policy]] = {}
 
+# Operators that upstream's modes pass over. A program may add some: those run again in recomputes,
+# and no policy is asked. No policy is ever asked here about upstream's own; where a program takes
+# one away, upstream's modes run.
+_ignored_at_first = frozenset(getattr(upstream, "SAC_IGNORED_OPS", ()))
+_own_ignored = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+_functional: Any = torch._subclasses.functional_tensor.FunctionalTensor
+_own_ignored.update(getattr(_functional, "metadata_fns", ()))
+
+
+def _added_ignored() -> Any:
+    return upstream.SAC_IGNORED_OPS - _own_ignored if hasattr(upstream, "SAC_IGNORED_OPS") else ()
+
 
 def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
     """The native policy that keeps these operators; None where it would not do the same as upstream's modes."""
     if type(ops) is not list:
         return None
+    added = _added_ignored()
+    if added:
+        ops = [op for op in ops if op not in added]
     key = (bool(allow_mutation), *ops)
     if key in _policies:
         return _policies[key]
@@ -109,6 +133,8 @@ class _Asking:
     def __call__(self, question: PolicyContext) -> Any:
         if question.name or self.function is None:  # names are remat's own
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if question.op in _added_ignored():
+            return CheckpointPolicy.PREFER_RECOMPUTE
         args, kwargs = question._call_of()
         context = upstream.SelectiveCheckpointContext(is_recompute=False)
         answer = self.function(context, question.op, *args, **kwargs)
@@ -121,15 +147,18 @@ class _Asking:
         self.function = None
 
 
-def _native(function_or_ops: Any, allow_mutation: bool) -> Optional[tuple[Any, Any, Any]]:
-    """(policy, forward context, recompute context) that do the same as upstream's modes; None if there are none."""
+def _native(function_or_ops: Any, allow_mutation: bool) -> Any:
+    """(policy, forward context, recompute context) that do the same as upstream's modes; the reason
+    if there are none."""
+    if not _ignored_at_first <= getattr(upstream, "SAC_IGNORED_OPS", _ignored_at_first):
+        return "SAC_IGNORED_OPS lacks an operator"
     if callable(function_or_ops):
         if not _may_be_asked_before(function_or_ops):
-            return None
+            return "its function may look at results"
         asking = _Asking(function_or_ops)
         return Policy(asking, allow_cache_entry_mutation=allow_mutation), asking, None
     policy = _policy_of(function_or_ops, allow_mutation)
-    return None if policy is None else (policy, None, None)
+    return "it is no list of operators" if policy is None else (policy, None, None)
 
 
 def _source_of(forward: Any, recompute: Any) -> Any:
@@ -149,16 +178,22 @@ def _source_of(forward: Any, recompute: Any) -> Any:
 
 def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """(policy, forward context, recompute context) of a region; None for what it does not have."""
+    found: Any = None
     if type(context_fn) is functools.partial and context_fn.func is _create_contexts:
         found = _native_of_partial(context_fn)
-        if found is not None:
-            return found
+    if type(found) is tuple:
+        _count("")
+        return found
     forward, recompute = context_fn()
     source = _source_of(forward, recompute)
     if source is not None:
         found = _native(source, bool(recompute.allow_cache_entry_mutation))
-        if found is not None:
+        if type(found) is tuple:
+            _count("")
             return found
+        _count(found)
+    elif isinstance(forward, upstream._CachingTorchDispatchMode):
+        _count("its modes are of a class of the program's")
     if type(forward) is contextlib.nullcontext:
         forward = None
     if type(recompute) is contextlib.nullcontext:
@@ -166,7 +201,7 @@ def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
     return None, forward, recompute
 
 
-def _native_of_partial(context_fn: functools.partial[Any]) -> Optional[tuple[Any, Any, Any]]:
+def _native_of_partial(context_fn: functools.partial[Any]) -> Any:
     args, keywords = context_fn.args, context_fn.keywords
     if len(args) == 1 and list(keywords) in ([], ["allow_cache_entry_mutation"]):
         return _native(args[0], bool(keywords.get("allow_cache_entry_mutation")))

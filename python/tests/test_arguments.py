@@ -56,7 +56,7 @@ NOT_CHECKED = {
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
     "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
-    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle", "CustomFunction",
+    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle", "CustomFunction", "served",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any, Callable
 
 import torch
 import torch.utils.checkpoint as upstream
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat
@@ -257,6 +258,120 @@ class Selective(DropIn):
             gradient(region(f, x, context_fn=context_fn), x)
         context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True)
         self.check_equal(gradient(region(f, x, context_fn=context_fn), x), gradient(f(x), x))
+
+
+class Counting(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.products += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+class Ignored(DropIn):
+    def setUp(self) -> None:
+        super().setUp()
+        self.ignored = set(upstream.SAC_IGNORED_OPS)
+
+    def tearDown(self) -> None:
+        upstream.SAC_IGNORED_OPS.clear()
+        upstream.SAC_IGNORED_OPS.update(self.ignored)
+        super().tearDown()
+
+    def products(self, context_fn: Any) -> int:
+        """How many products backward makes."""
+        x = leaf()
+        f = lambda t: (t @ t).sin().exp() @ t  # noqa: E731
+        y = region(f, x, context_fn=context_fn)
+        with Counting() as counting:
+            found = gradient(y, x)
+        self.check_equal(found, gradient(f(x), x))
+        return counting.products
+
+    def test_operators_that_a_program_adds_run_again(self) -> None:
+        mm = torch.ops.aten.mm.default
+        asked: list[Any] = []
+
+        def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            asked.append(op)
+            return op is mm
+
+        contexts = [
+            functools.partial(create_selective_checkpoint_contexts, [mm]),
+            functools.partial(create_selective_checkpoint_contexts, keep),
+        ]
+        kept = [self.products(each) for each in contexts]
+        upstream.SAC_IGNORED_OPS.add(mm)
+        asked.clear()
+        before = remat.served().policies
+        again = [self.products(each) for each in contexts]
+        self.assertTrue(all(found > was for found, was in zip(again, kept)), (again, kept))
+        self.assertNotIn(mm, asked)
+        self.assertEqual(remat.served().policies, before + 2)
+
+    def test_where_one_is_taken_away_upstreams_modes_run(self) -> None:
+        upstream.SAC_IGNORED_OPS.discard(torch.ops.prim.device.default)
+        before = remat.served().modes.get("SAC_IGNORED_OPS lacks an operator", 0)
+        mm = [torch.ops.aten.mm.default]
+        self.products(functools.partial(create_selective_checkpoint_contexts, mm))
+        self.assertEqual(remat.served().modes["SAC_IGNORED_OPS lacks an operator"], before + 1)
+
+
+class CountsOfCalls(DropIn):
+    def test_calls_are_counted_by_what_became_of_them(self) -> None:
+        x = leaf()
+        mm = [torch.ops.aten.mm.default]
+
+        class Own(upstream._CachingTorchDispatchMode):
+            pass
+
+        def own_modes() -> Any:
+            forward, recompute = create_selective_checkpoint_contexts(mm)
+            own = Own(forward.policy_fn, forward.storage)
+            own.__dict__.update(forward.__dict__)
+            return own, recompute
+
+        before = remat.served()
+        region(operators, x)
+        region(operators, x, preserve_rng_state=False)
+        region(operators, x, context_fn=functools.partial(create_selective_checkpoint_contexts, mm))
+        f = lambda t: (t @ t).sin() @ t  # noqa: E731
+        y = region(f, x, context_fn=own_modes)
+        self.check_equal(gradient(y, x), gradient(f(x), x))
+        upstream.checkpoint(operators, x, use_reentrant=True)
+        with torch.autograd.forward_ad.dual_level():
+            region(torch.sin, x)
+        now = remat.served()
+        self.assertEqual(now.regions - before.regions, 4)
+        self.assertEqual(now.policies - before.policies, 1)
+
+        def more(reasons: dict[str, int], old: dict[str, int]) -> dict[str, int]:
+            added = {key: count - old.get(key, 0) for key, count in reasons.items()}
+            return {key: count for key, count in added.items() if count}
+
+        own = {"its modes are of a class of the program's": 1}
+        self.assertEqual(more(now.modes, before.modes), own)
+        passed = more(now.passed_on, before.passed_on)
+        self.assertEqual(passed.pop("re-entrant", 1), 1)
+        self.assertEqual(passed, {"functorch or forward-mode AD": 1})
+        self.assertRegex(str(now), r"^remat: \d+ calls of .* served, \d+ \(.*\) passed on; ")
+
+    def test_one_line_at_exit_on_request(self) -> None:
+        text = """
+import remat, torch
+from torch.utils.checkpoint import checkpoint
+remat.install(report=True)
+remat.install(report=True)
+checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False)
+"""
+        done = run_script(text)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        lines = [each for each in done.stdout.splitlines() if each.startswith("remat:")]
+        self.assertEqual(lines, ["remat: 1 calls of torch.utils.checkpoint served, 0 passed on"])
 
 
 if __name__ == "__main__":
