@@ -85,9 +85,10 @@ std::string text_of_error(const std::function<void()>& call) {
 
 const std::string& conditions() {
   static const std::string text =
-      "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
-      "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
-      "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
+      "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` "
+      "is anything but a dot, `**` anything, `|` stands between several), type (of classes, the "
+      "same way), every (a number from 1 up) and policy (text for Policy::parse); for example "
+      "\"every=2,name=layers.*,type=Bottleneck\".";
   return text;
 }
 

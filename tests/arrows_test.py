@@ -38,7 +38,7 @@ DOORS = {
     "tensor": None,
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
-    "state": {"buffer", "early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
+    "state": {"buffer", "early_guards", "module_paths", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
     "frame": {"active_recomputes", "ahead", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "layers",
               "mismatch", "recorded_frame", "region"},
     "entry": set(),

@@ -88,6 +88,27 @@ TEST_CASE("the README's policies", "[readme]") {
   CHECK(bit_equal(grad, grad_of(block(block(block(x))), {x})[0]));
 }
 
+TEST_CASE("the documents' policies by path, and tables", "[readme]") {
+  const remat::Policy by_place = [](const remat::PolicyContext& call) {
+    return call.module_path().ends_with(".attention") ? remat::CheckpointPolicy::PreferSave
+                                                      : remat::CheckpointPolicy::PreferRecompute;
+  };
+  using enum remat::CheckpointPolicy;
+  const remat::Policy table =
+      remat::policy_table({{"layers.*.attention.**: aten::mm|aten::bmm", PreferSave},
+                           {"layers.*.mlp: aten::addmm", PreferCpuOffload},
+                           {"name=router.*", MustSave},
+                           {"*", PreferRecompute}});
+  const remat::Policy same = remat::Policy::parse(
+      "layers.*.attention.**: aten::mm|aten::bmm = save; layers.*.mlp: aten::addmm = offload;"
+      "name=router.* = must_save; * = recompute");
+  const Tensor x = leaf({4, 4});
+  const auto block = [](const Tensor& t) { return t.mm(t).sin().mm(t); };
+  for (const remat::Policy& policy : {by_place, table, same})
+    CHECK(bit_equal(grad_of(remat::checkpoint({.policy = policy}, block, x), {x})[0],
+                    grad_of(block(x), {x})[0]));
+}
+
 TEST_CASE("README: modules and chains run as regions", "[readme]") {
   const at::Tensor x = leaf({2, 8});
   const Counted done;

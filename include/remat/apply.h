@@ -22,6 +22,7 @@ namespace remat {
 ///     {.type = "Bottleneck", .every = 2}         the first match, the third, ...
 ///     remat::choose<BottleneckImpl>()            by the C++ type, derived types included
 ///     remat::ModuleChoice::parse("every=2,name=layers.*,type=Bottleneck")
+///     remat::ModuleChoice::parse("name=layers.*,policy=**.attention: aten::mm=save; *=recompute")
 ///
 /// Paths are those of `named_modules()`, without a prefix: "layers.0.conv". The root has no path.
 struct ModuleChoice {
@@ -36,10 +37,13 @@ struct ModuleChoice {
   /// Chooses the first and every n-th later one of the modules that meet the other conditions, in
   /// the order of the tree.
   int64_t every = 1;
+  /// The policy of the chosen modules' regions, in place of the one in their options; empty:
+  /// theirs.
+  Policy policy{};
 
   /// Parses a choice from text: `key=value` pairs with commas between them; the keys are `name`,
-  /// `type` and `every`. Throws `c10::ValueError`, which names the fault and the valid keys and
-  /// shows an example.
+  /// `type`, `every` and `policy` (text for `Policy::parse`, without commas). Throws
+  /// `c10::ValueError`, which names the fault and the valid keys and shows an example.
   REMAT_API static ModuleChoice parse(std::string_view text);
 };
 
@@ -102,12 +106,13 @@ struct AppliedCheckpointing {
 /// Without options, a Checkpointed keeps its own options and an element that is a region already
 /// keeps its current ones. Other elements get `ModuleOptions{}`; regions without a name are named
 /// by their path. With options, all chosen modules get those, and a name is followed by the
-/// module's path. A second call changes the options only.
+/// module's path. A second call changes the options only. Registers the tree (`register_tree`),
+/// unless a registered one has its root.
 /// Memory: that of a region, as `checkpoint()` says. Existing graphs keep their tensors.
 /// Threads: during the call no other thread may use the tree, and no forward of it may run;
 /// afterwards as for `Checkpointed`.
 /// Throws `c10::ValueError` for a choice that has no condition, matches no module or is invalid,
-/// and for options with `enabled = false`.
+/// for options with `enabled = false`, and for a policy in both.
 /// Source: `apply_activation_checkpointing` of torch/distributed/algorithms/_checkpoint.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice);

@@ -44,21 +44,34 @@ enum class CheckpointPolicy {
   PreferCpuOffload
 };
 
-/// One question to a policy. It concerns an operator below autograd (`linear` of a matrix arrives
-/// as `addmm`, of a batch of matrices as `mm` and `add_`) or, with `op` = `remat::checkpoint_name`,
-/// a value that got a name; with `op` = `remat::save_region`, a call with a name. All references
-/// are valid during the call only. There is no question about `detach` and operators that only read
-/// metadata.
+/// One question to a policy. It concerns an operator below autograd: `linear` of a matrix arrives
+/// as `addmm`, of a batch of matrices as `mm` and `add_`. With `op` = `remat::checkpoint_name` it
+/// concerns a value that got a name, with `op` = `remat::save_region` a call with a name. All
+/// references are valid during the call only. There is no question about `detach` and operators
+/// that only read metadata.
 ///
 /// Operators that return views, write to their arguments or return unfilled memory (empty_like) run
 /// again in a recompute whatever the answer. They cost almost nothing, and a kept result would not
 /// be the view, or would be written twice.
 struct PolicyContext {
-  const c10::OperatorHandle& op;    ///< the operator, or `remat::checkpoint_name`
+  const c10::OperatorHandle& op;    ///< the operator, or that of a name
   std::string_view op_name;         ///< "aten::mm.default"
   c10::ArrayRef<c10::IValue> args;  ///< the operator's arguments
   bool is_recompute;                ///< whether a recompute asks (only with `ask_again`)
   const std::string& name;          ///< the value's name, or empty
+  /// The operator's results, with their sizes; empty unless the policy is asked after the operator
+  /// (`SelectiveOptions::ask_after`).
+  c10::ArrayRef<c10::IValue> results{};
+
+  /// Returns the path of the module that runs: "layers.0.attention". It is the module that owns the
+  /// parameter that the operator reads; otherwise the innermost module that is a region's function
+  /// or a checkpointed module. Empty for a root, and if no module is known: see `register_tree`.
+  /// (Modules of Python: the innermost whose call is under way.) Costs nothing if it is not called;
+  /// the reference lives as long as the process.
+  REMAT_API const std::string& module_path() const;
+  /// Returns the path of the first parameter that the operator reads, also by a view or autocast's
+  /// cast of it: "layers.0.attention.qkv.weight". Empty if it reads none.
+  REMAT_API const std::string& parameter_path() const;
 };
 
 /// A policy's function. It must give the same answers for the same calls: a nested region is a new
@@ -77,6 +90,10 @@ struct SelectiveOptions {
   /// True if the policy is also asked in the recompute. There it must not save results that forward
   /// did not keep.
   bool ask_again = false;
+  /// True if the policy is asked after each operator, and sees its results. Until the answer the
+  /// operator's arguments are described, which costs about as much as to keep the results. Cannot
+  /// be combined with `ask_again`: a recompute has no results to show.
+  bool ask_after = false;
   /// [bytes] Smaller results are kept in place instead of being moved to the CPU: two copies would
   /// cost more than their memory is worth. 0: all are moved.
   int64_t min_offload_bytes = 1 << 16;
@@ -120,6 +137,16 @@ class REMAT_API Policy {
                }),
                options) {}
 
+  /// Parses a table (`policy_table`) from text: lines of `PATTERN = ANSWER`, separated by `;` or
+  /// line breaks; a `#` begins a comment. Answers are `save`, `offload` and `recompute`
+  /// (PreferSave, PreferCpuOffload, PreferRecompute), or the enumerators in small letters:
+  /// `must_save`.
+  ///
+  ///     remat::Policy::parse("layers.*.attention.**: aten::mm = save; * = recompute")
+  ///
+  /// Throws `c10::ValueError` for a wrong line, with a hint.
+  static Policy parse(std::string_view text, const SelectiveOptions& options = {});
+
   /// Returns whether the policy is not empty.
   explicit operator bool() const { return rule_ != nullptr; }
 
@@ -151,6 +178,28 @@ REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions opt
 REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options = {});
 /// Returns a policy that keeps these values as `save_names` does, on the CPU.
 REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
+
+/// One line of a table.
+struct PolicyLine {
+  std::string pattern;
+  CheckpointPolicy answer;
+};
+/// Returns a policy of a table: the first line whose pattern matches answers, and without one the
+/// result is recomputed. A pattern is `PATHS: OPERATORS`, one of the two, or `*` for everything.
+///
+/// - `PATHS` are patterns for `PolicyContext::module_path`, as in `ModuleChoice`: `*` matches
+///   anything but a dot, `**` anything, `?` one character; `|` separates several.
+/// - `OPERATORS` are names as in `save_ops`, with `|` between them, or `name=PATTERNS` for values
+///   and calls of save_region with such a name.
+///
+///     remat::policy_table({{"layers.*.attention.**: aten::mm|aten::bmm", PreferSave},
+///                          {"name=router.*", MustSave},
+///                          {"*", PreferRecompute}})
+///
+/// Warns once about a line whose paths match no module. Throws `c10::ValueError` for an empty
+/// table, a wrong or repeated pattern, an unknown operator, and lines after one that matches
+/// everything.
+REMAT_API Policy policy_table(const std::vector<PolicyLine>& lines, SelectiveOptions options = {});
 
 /// Returns a policy that keeps a result if either policy keeps it. The stronger answer wins, in the
 /// order MustSave, MustCpuOffload, PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. A

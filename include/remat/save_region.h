@@ -57,7 +57,7 @@ class REMAT_API SavedRegion {
 /// in the call, so that `fn` does not run again. Use it for kernels that no operator policy sees:
 /// custom Functions, calls that bypass the dispatcher, communication.
 ///
-/// With a name the region's policy decides (`save_names`, a function that sees
+/// With a name the region's policy decides (`save_names`, `policy_table`, a function that sees
 /// `remat::save_region` and the name): if it keeps the name, the call is kept; otherwise `fn` is an
 /// ordinary part of the region. Without a policy, or with one that has no names, the call is kept.
 ///

@@ -15,7 +15,9 @@
 #include "lib/apply/element_region.h"
 #include "lib/apply/module_tree.h"
 #include "lib/seam/stand_in.h"
+#include "lib/state/module_paths.h"
 #include "lib/tensor/graph_walk.h"
+#include "remat/paths.h"
 
 namespace remat {
 
@@ -146,18 +148,20 @@ ModuleOptions options_at(const std::string& path, ModuleOptions options) {
   return options;
 }
 
-void switch_on(const Way& way, const ModuleOptions* options) {
+void switch_on(const Way& way, const ModuleOptions* options, const Policy& policy) {
   const std::string& path = way.chosen->path;
+  ModuleOptions own = options != nullptr      ? *options
+                      : way.region != nullptr ? way.region->options()
+                                              : ModuleOptions{};
+  if (options != nullptr || own.checkpoint.name.empty()) own = options_at(path, std::move(own));
+  if (policy) own.checkpoint.policy = policy;
   if (way.region != nullptr) {
-    if (options != nullptr)
-      way.region->set_options(options_at(path, *options));
-    else if (way.region->checkpoint_options().name.empty())
-      way.region->set_options(options_at(path, way.region->options()));
+    way.region->set_options(std::move(own));
     way.region->enable(true);
     return;
   }
-  *way.element = seam::any_module_of(std::make_shared<ElementRegion>(
-      *way.element, options_at(path, options != nullptr ? *options : ModuleOptions{}), true));
+  *way.element =
+      seam::any_module_of(std::make_shared<ElementRegion>(*way.element, std::move(own), true));
 }
 
 AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
@@ -174,6 +178,9 @@ AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
   TORCH_CHECK_VALUE(options == nullptr || options->level >= 0, verb, ": ModuleOptions::level was ",
                     options == nullptr ? 0 : options->level,
                     ". Hint: 0 for never, 1 and up for the level that turns it on.");
+  TORCH_CHECK_VALUE(!choice.policy || options == nullptr || !options->checkpoint.policy, verb,
+                    ": the choice had a policy, and the options had one. Hint: leave one out, or "
+                    "join them with |.");
   const std::vector<TreeModule> chosen = chosen_of(root, choice, verb);
   AppliedCheckpointing done;
   std::vector<Way> ways;
@@ -192,7 +199,8 @@ AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
                       lines);
   }
   for (const Way& way : ways)
-    if (way.is_possible()) switch_on(way, options);
+    if (way.is_possible()) switch_on(way, options, choice.policy);
+  if (!is_in_tree(root)) register_tree(root);
   return done;
 }
 

@@ -9,6 +9,8 @@
 #include <charconv>
 #include <cstddef>
 
+#include "lib/base/pattern.h"
+
 namespace remat {
 
 namespace {
@@ -16,7 +18,8 @@ namespace {
 constexpr std::string_view conditions_text =
     "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is "
     "anything but a dot, `**` anything, `|` stands between several), type (of classes, the same "
-    "way) and every (a number from 1 up); for example \"every=2,name=layers.*,type=Bottleneck\".";
+    "way), every (a number from 1 up) and policy (text for Policy::parse); for example "
+    "\"every=2,name=layers.*,type=Bottleneck\".";
 
 void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::string& name,
               torch::nn::Module& module, torch::nn::Module* parent) {
@@ -24,46 +27,6 @@ void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::
   for (const auto& child : module.named_children())
     add_tree(all, path.empty() ? child.key() : path + "." + child.key(), child.key(),
              *child.value(), &module);
-}
-
-/// Returns whether a text matches a pattern. `*` does not match a separator, `**` does; without a
-/// separator (0) they are the same.
-bool fits(std::string_view pattern, std::string_view text, char separator) {
-  if (pattern.empty()) return text.empty();
-  if (pattern.front() == '*') {
-    const bool passes_all = separator == 0 || pattern.starts_with("**");
-    const std::string_view rest = pattern.substr(pattern.starts_with("**") ? 2 : 1);
-    for (std::size_t i = 0;; ++i) {
-      if (fits(rest, text.substr(i), separator)) return true;
-      if (i == text.size() || (!passes_all && text[i] == separator)) return false;
-    }
-  }
-  if (text.empty()) return false;
-  const bool is_same =
-      pattern.front() == '?' ? text.front() != separator : pattern.front() == text.front();
-  return is_same && fits(pattern.substr(1), text.substr(1), separator);
-}
-
-std::string_view trimmed(std::string_view text) {
-  const auto first = text.find_first_not_of(" \t\n");
-  return first == text.npos ? std::string_view()
-                            : text.substr(first, text.find_last_not_of(" \t\n") - first + 1);
-}
-
-/// Returns the parts between separators that are outside of angle brackets.
-std::vector<std::string_view> split(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  std::size_t begin = 0;
-  int depth = 0;
-  for (std::size_t i = 0; i <= text.size(); ++i) {
-    if (i == text.size() || (text[i] == separator && depth == 0)) {
-      parts.push_back(trimmed(text.substr(begin, i - begin)));
-      begin = i + 1;
-    } else {
-      depth += text[i] == '<' ? 1 : text[i] == '>' ? -1 : 0;
-    }
-  }
-  return parts;
 }
 
 /// Returns all names of a class: with all, some or no namespaces, and with `Impl` and without.
@@ -93,9 +56,7 @@ bool is_of_type(const torch::nn::Module& module, const std::string& patterns) {
 }
 
 bool has_path(const std::string& path, const std::string& patterns) {
-  return !path.empty() && std::ranges::any_of(split(patterns, '|'), [&](std::string_view pattern) {
-    return fits(pattern, path, '.');
-  });
+  return !path.empty() && fits_any(patterns, path, '.');
 }
 
 std::string text_of(const ModuleChoice& choice) {
@@ -181,7 +142,7 @@ ModuleChoice ModuleChoice::parse(std::string_view text) {
     if (std::ranges::find(seen, key) != seen.end())
       refuse_text(text, part, fmt::format("the key {} stands there twice", key));
     seen.push_back(key);
-    if (key != "name" && key != "type" && key != "every")
+    if (key != "name" && key != "type" && key != "every" && key != "policy")
       refuse_text(text, part, fmt::format("there is no key \"{}\"", key));
     if (value.empty()) refuse_text(text, part, "its value is empty");
     if (key == "every") {
@@ -189,6 +150,10 @@ ModuleChoice ModuleChoice::parse(std::string_view text) {
       const auto [stopped, error] = std::from_chars(value.data(), end, choice.every);
       if (error != std::errc() || stopped != end || choice.every < 1)
         refuse_text(text, part, fmt::format("\"{}\" is no number from 1 up", value));
+      continue;
+    }
+    if (key == "policy") {
+      choice.policy = Policy::parse(value);
       continue;
     }
     for (const std::string_view pattern : split(value, '|'))

@@ -166,6 +166,7 @@ ModuleStateGuard::ModuleStateGuard(const ModuleRegion& region)
     : ModuleStateGuard([&] {
         auto all = std::make_shared<UserRegistrations>();
         add_registrations(*all, *region.owner_, region.options_->buffers);
+        all->running = region.owner_->weak_from_this();
         return all;
       }()) {}
 

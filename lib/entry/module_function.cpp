@@ -65,6 +65,7 @@ std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOption
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
     add_registrations(*all, each, options.buffers);
   });
+  if (module != nullptr) all->running = module->weak_from_this();
   if (script != nullptr)
     for (const auto& provider : state_of(*script, options.buffers == BufferPolicy::Ignore))
       all->add(provider);

@@ -89,38 +89,35 @@ struct SavedRegion::Impl {
   const PinRecord* kept = nullptr;
 
   /// Returns false if the function runs as a part of the region.
-  bool begin_forward(const std::string& name);
-  bool begin_recompute();
-};
-
-bool SavedRegion::Impl::begin_forward(const std::string& name) {
-  Selection& selection = Selection::make(region->frame());
-  number = selection.begin_pin();
-  {
-    const seam::DispatchModeOff unseen;
-    answer = answer_for_region(selection.rule(), name, arguments);
+  bool begin_forward(const std::string& name) {
+    Selection& selection = Selection::make(region->frame());
+    number = selection.begin_pin();
+    {
+      const seam::DispatchModeOff unseen;
+      answer = answer_for_region(selection.rule(), name, arguments);
+    }
+    if (is_keeping(answer)) {
+      marks = region->frame().surroundings().marks();
+      return true;
+    }
+    auto plain = std::make_shared<PinRecord>();
+    plain->type = type;
+    plain->is_let_go = plain->is_plain = true;
+    selection.keep_pin(number, std::move(plain));
+    return false;
   }
-  if (is_keeping(answer)) {
-    marks = region->frame().surroundings().marks();
+
+  bool begin_recompute() {
+    Replay* const replay = Replay::of(*region);
+    const PinRecord* const pin = replay == nullptr ? nullptr : replay->next_pin(*type);
+    if (pin == nullptr) return true;
+    if (pin->is_plain) return false;
+    const seam::DispatchModeOff unseen;
+    replay->fill_slots(*pin, *region, arguments);
+    if (!pin->is_let_go) kept = pin;
     return true;
   }
-  auto plain = std::make_shared<PinRecord>();
-  plain->type = type;
-  plain->is_let_go = plain->is_plain = true;
-  selection.keep_pin(number, std::move(plain));
-  return false;
-}
-
-bool SavedRegion::Impl::begin_recompute() {
-  Replay* const replay = Replay::of(*region);
-  const PinRecord* const pin = replay == nullptr ? nullptr : replay->next_pin(*type);
-  if (pin == nullptr) return true;
-  if (pin->is_plain) return false;
-  const seam::DispatchModeOff unseen;
-  replay->fill_slots(*pin, *region, arguments);
-  if (!pin->is_let_go) kept = pin;
-  return true;
-}
+};
 
 SavedRegion::SavedRegion(const std::string& name, const std::type_info& type,
                          c10::function_ref<void(TensorVisitor)> visit_arguments) {

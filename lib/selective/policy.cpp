@@ -2,19 +2,18 @@
 
 #include "remat/policy.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "lib/seam/warn.h"
-#include "lib/selective/op_traits.h"
+#include "lib/selective/operator_names.h"
 #include "lib/selective/policy_rule.h"
+#include "lib/selective/policy_table.h"
 
 namespace remat {
 
@@ -43,95 +42,11 @@ int strength(Answer answer) {
 
 Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b; }
 
-/// All operators by their name without overload. There are thousands, and policies are often made
-/// where they are used. The index is therefore built once, and again when a name is not found,
-/// since a library may have been loaded since. It holds names and not handles, because operators of
-/// an unloaded library are gone.
-class OperatorIndex {
- public:
-  std::vector<c10::OperatorHandle> named(const std::string& base) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<c10::OperatorHandle> ops = registered(base);
-    if (!ops.empty()) return ops;
-    NamesByBase all;
-    for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames())
-      all[each.name].push_back(each);
-    by_base_ = std::move(all);
-    return registered(base);
-  }
-
- private:
-  using NamesByBase = std::unordered_map<std::string, std::vector<c10::OperatorName>>;
-
-  std::vector<c10::OperatorHandle> registered(const std::string& base) const {
-    std::vector<c10::OperatorHandle> ops;
-    const auto found = by_base_.find(base);
-    if (found == by_base_.end()) return ops;
-    for (const c10::OperatorName& each : found->second)
-      if (const auto op = c10::Dispatcher::singleton().findSchema(each)) ops.push_back(*op);
-    return ops;
-  }
-
-  std::mutex mutex_;
-  NamesByBase by_base_;
-};
-
-/// Returns the operators that a name means; see `save_ops`.
-std::vector<c10::OperatorHandle> operators_named(const std::string& name) {
-  static auto* const index = new OperatorIndex;  // leaked: handles outlive static destruction
-  const std::size_t dot = name.find('.');
-  std::vector<c10::OperatorHandle> ops = index->named(name.substr(0, dot));
-  if (dot == std::string::npos) return ops;
-  const std::string overload = name.substr(dot + 1);
-  std::erase_if(ops, [&](const c10::OperatorHandle& op) {
-    return op.operator_name().overload_name != (overload == "default" ? "" : overload);
-  });
-  return ops;
-}
-
-/// Returns a hint with the registered names that differ from `name` only in the namespace or the
-/// overload.
-std::string similar_names(const std::string& name) {
-  const std::string base = name.substr(0, name.find('.'));
-  const std::string bare =
-      base.substr(base.rfind(':') == std::string::npos ? 0 : base.rfind(':') + 1);
-  std::vector<std::string> similar;
-  for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames()) {
-    const std::string other = each.name.substr(each.name.rfind(':') + 1);
-    if (other != bare) continue;
-    similar.push_back(each.name + "." +
-                      (each.overload_name.empty() ? "default" : each.overload_name));
-    if (similar.size() == 6) break;
-  }
-  std::sort(similar.begin(), similar.end());
-  return similar.empty() ? "" : fmt::format(" Registered are: {}.", fmt::join(similar, ", "));
-}
-
 Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOptions options,
               const char* function) {
   PolicyRule::Answers answers;
-  for (const std::string& name : names) {
-    const auto ops = operators_named(name);
-    TORCH_CHECK_VALUE(!ops.empty(), "remat::", function, ": there is no operator \"", name, "\".",
-                      similar_names(name),
-                      " Hint: give a registered name, as \"aten::mm\" (every overload), "
-                      "\"aten::add.Tensor\" (one) or \"aten::mm.default\" (the unnamed one).");
-    bool can_be_kept = false, is_composite = false;
-    for (const c10::OperatorHandle& op : ops) {
-      const OpTraits& traits = traits_of(op);
-      answers[traits.name_number] = answer;
-      is_composite = is_composite || traits.is_composite;
-      can_be_kept = can_be_kept || (!traits.is_composite && traits.can_be_kept());
-    }
-    if (can_be_kept) continue;
-    const char* const reason =
-        is_composite
-            ? "\" consists of other operators and never reaches a policy itself. Hint: list "
-              "the operators it consists of; a policy function sees their names."
-            : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
-              "that it always runs again. Hint: list the operator that makes the values.";
-    seam::warn(c10::str("remat::", function, ": \"", name, reason));
-  }
+  for (const std::string& name : names)
+    for (const uint32_t number : numbers_of_operators(name, function)) answers[number] = answer;
   return PolicyRule::policy(
       std::make_shared<const PolicyRule>(std::move(answers), Answer::PreferRecompute,
                                          PolicyRule::Names(), Answer::PreferRecompute, options));
@@ -154,13 +69,23 @@ const SelectiveOptions& checked(const SelectiveOptions& options) {
   check(options.prefetch_depth, "prefetch_depth");
   check(options.max_bytes_in_flight, "max_bytes_in_flight");
   check(options.keep_last, "keep_last");
+  TORCH_CHECK_VALUE(
+      !options.ask_after || !options.ask_again,
+      "remat: SelectiveOptions::ask_after and ask_again were both set. Cause: a recompute asks "
+      "before it runs an operator, so it has no results to show. Hint: set one of the two; with |, "
+      "in both policies.");
   return options;
 }
 
 }  // namespace
 
 PolicyRule::PolicyRule(PolicyFn fn, SelectiveOptions options)
-    : fn_(std::move(fn)), options_(checked(options)) {}
+    : fn_(std::move(fn)), options_(checked(options)), looks_at_names_(true) {}
+
+PolicyRule::PolicyRule(std::unique_ptr<const PolicyTable> table, SelectiveOptions options)
+    : table_(std::move(table)), options_(checked(options)), looks_at_names_(table_->has_names()) {}
+
+PolicyRule::~PolicyRule() = default;
 
 PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_names,
                        SelectiveOptions options)
@@ -168,7 +93,8 @@ PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_
       other_ops_(other_ops),
       names_(std::move(names)),
       other_names_(other_names),
-      options_(checked(options)) {
+      options_(checked(options)),
+      looks_at_names_(!names_.empty()) {
   for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
 }
 
@@ -177,18 +103,20 @@ bool PolicyRule::may_offload() const {
     return std::any_of(answers.begin(), answers.end(),
                        [](const auto& each) { return is_offloading(each.second); });
   };
-  return fn_ || is_offloading(other_ops_) || is_offloading(other_names_) || offloads(ops_) ||
-         offloads(names_);
+  return fn_ || (table_ && table_->may_offload()) || is_offloading(other_ops_) ||
+         is_offloading(other_names_) || offloads(ops_) || offloads(names_);
 }
 
 std::optional<Answer> PolicyRule::answer_to_all(uint32_t name_number) const {
   if (fn_) return std::nullopt;
+  if (table_) return table_->answer_to_all(name_number);
   const auto found = ops_.find(name_number);
   return found == ops_.end() ? other_ops_ : found->second;
 }
 
 Answer PolicyRule::answer(const PolicyContext& question) const {
   if (fn_) return fn_(question);
+  if (table_) return table_->answer(question);
   if (question.name.empty()) return *answer_to_all(question.op);
   const auto found = names_.find(question.name);
   return found == names_.end() ? other_names_ : found->second;
@@ -226,13 +154,14 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
     options.allow_cache_entry_mutation |= own.allow_cache_entry_mutation;
     options.save_through_hooks |= own.save_through_hooks;
     options.ask_again |= own.ask_again;
+    options.ask_after |= own.ask_after;
     if (!each->may_offload()) continue;
     options.min_offload_bytes = std::max(options.min_offload_bytes, own.min_offload_bytes);
     options.prefetch_depth = std::max(options.prefetch_depth, own.prefetch_depth);
     options.max_bytes_in_flight = std::min(options.max_bytes_in_flight, own.max_bytes_in_flight);
     options.keep_last = std::max(options.keep_last, own.keep_last);
   }
-  if (a->fn_ || b->fn_) {
+  if (a->fn_ || b->fn_ || a->table_ || b->table_) {
     auto both = std::make_shared<PolicyRule>(
         [a, b](const PolicyContext& question) {
           return stronger(a->answer(question), b->answer(question));
@@ -311,6 +240,16 @@ Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions optio
 
 Policy offload_names(std::vector<std::string> names, SelectiveOptions options) {
   return by_names(names, Answer::MustCpuOffload, Answer::PreferRecompute, options);
+}
+
+Policy policy_table(const std::vector<PolicyLine>& lines, SelectiveOptions options) {
+  return PolicyRule::policy(std::make_shared<const PolicyRule>(
+      std::make_unique<const PolicyTable>(lines, "policy_table"), options));
+}
+
+Policy Policy::parse(std::string_view text, const SelectiveOptions& options) {
+  return Policy(std::make_shared<const PolicyRule>(
+      std::make_unique<const PolicyTable>(lines_in(text), "Policy::parse"), options));
 }
 
 Policy operator|(Policy a, Policy b) {

@@ -28,6 +28,8 @@ inline bool is_preferring(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::PreferSave || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
+class PolicyTable;  // lib/selective/policy_table.h
+
 /// The rule of a policy. It is immutable except for the seen names; all copies of a Policy and the
 /// regions under it share it.
 class PolicyRule {
@@ -38,6 +40,8 @@ class PolicyRule {
   PolicyRule(PolicyFn fn, SelectiveOptions options);
   PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
              SelectiveOptions options);
+  PolicyRule(std::unique_ptr<const PolicyTable> table, SelectiveOptions options);
+  ~PolicyRule();
   static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
   static const std::shared_ptr<const PolicyRule>& of(const Policy& policy) { return policy.rule_; }
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
@@ -54,7 +58,9 @@ class PolicyRule {
   /// Returns whether any of its answers may move a result.
   bool may_offload() const;
   /// Returns whether names can matter; the facts for that are then recorded for every call.
-  bool looks_at_names() const { return fn_ || !names_.empty(); }
+  bool looks_at_names() const { return looks_at_names_; }
+  /// Returns whether it is asked after an operator has run.
+  bool asks_after() const { return options_.ask_after; }
   void see(const std::string& name) const;
   /// Warns, once per rule, about listed names that no value has had so far.
   void warn_about_unseen() const;
@@ -63,11 +69,13 @@ class PolicyRule {
   std::optional<CheckpointPolicy> answer_to_all(uint32_t name_number) const;
 
   const PolicyFn fn_;
+  const std::unique_ptr<const PolicyTable> table_;
   const Answers ops_;
   const CheckpointPolicy other_ops_ = CheckpointPolicy::PreferRecompute;
   const Names names_;
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
+  const bool looks_at_names_;
   /// The two rules of a union with a function; both also see names.
   std::shared_ptr<const PolicyRule> first_, second_;
   mutable std::mutex mutex_;  // guards the members below

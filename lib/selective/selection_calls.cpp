@@ -18,6 +18,8 @@ namespace {
 /// Largest size of tensors whose contents are compared if their origin is unknown.
 constexpr std::size_t max_compared_bytes = 4096;
 
+const std::string no_name;
+
 /// Records the contents of arguments that no operator made, or that other code may have filled.
 /// Runs operators.
 void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
@@ -93,7 +95,14 @@ struct Selection::Call {
   bool applies = false;       // its write to a kept result
   bool may_get_name = false;  // a result may get a name later, and then be kept
   bool must_run = false;      // in a recompute, too
+  bool asks_after = false;    // the policy sees the results
   CallRecordPtr record{};     // null if its results cannot be kept
+
+  /// Asks the policy when the operator has run.
+  void decide_after(Selection& selection, c10::ArrayRef<c10::IValue> arguments_then,
+                    c10::ArrayRef<c10::IValue> results);
+  /// Notes the answer for recorders.
+  void note_decision(Selection& selection) const;
 };
 
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -111,15 +120,18 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
             .arguments = arguments_of(op, stack)};
   const std::optional<CheckpointPolicy> to_all = record_.operators[place.op].answer_to_all;
   if (to_all && !call.is_packing) call.answer = *to_all;
-  if (!to_all && !call.is_packing) {
+  const bool is_asked = !to_all && !call.is_packing;
+  call.asks_after = is_asked && rule_->asks_after();
+  if (is_asked && !call.asks_after) {
     lock.unlock();
-    static const std::string no_name;
     call.answer =
         rule_->answer({op, call.traits.name, call.arguments, /*is_recompute=*/false, no_name});
     lock.lock();
   }
   decide(call, freed);
   lock.unlock();
+  std::vector<c10::IValue> arguments_then;  // the operator takes its arguments off the stack
+  if (call.asks_after) arguments_then = call.arguments.vec();
   if (call.record != nullptr) note_contents(call.arguments, *call.record);
 
   std::optional<DrawMarks> before;
@@ -135,6 +147,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     throw;
   }
   const auto results = results_of(op, stack);
+  if (call.asks_after) call.decide_after(*this, arguments_then, results);
   if (before)
     call.record->draws = std::make_unique<DrawSkips>(
         frame_.surroundings().since(*before, devices_of(*call.record, results)));
@@ -189,7 +202,8 @@ void Selection::decide(Call& call, Freed& freed) {
   call.applies = traits.is_mutable && record_.num_kept > 0 &&
                  record_.writes_to_kept(call.op, call.arguments, freed);
   call.may_get_name = record_.looks_at_names() && traits.can_be_kept() && !call.is_packing;
-  if (call.keeps || call.may_get_name || call.applies) {
+  const bool may_be_kept_after = call.asks_after && traits.can_be_kept();
+  if (call.keeps || call.may_get_name || call.applies || may_be_kept_after) {
     call.record = record_.make_record();
     call.record->is_preferred = call.keeps && is_preferring(call.answer);
     for (const c10::IValue& argument : call.arguments) {
@@ -202,17 +216,34 @@ void Selection::decide(Call& call, Freed& freed) {
     }
   }
   call.must_run = traits.has_side_effect(call.arguments);
-  // A view or a write that no policy wants to keep is not recorded.
-  if (frame_.recorded() != nullptr && (traits.can_be_kept() || is_keeping(call.answer))) {
-    const char* const against = traits.is_view      ? "returns a view"
-                                : traits.is_mutable ? "writes to an argument"
-                                : traits.is_blank   ? "makes a tensor to be filled"
-                                : call.must_run     ? "changes what is not its result"
-                                                    : nullptr;
-    decisions_.push_back({call.place, call.answer, against});
-  }
+  if (!call.asks_after) call.note_decision(*this);
   // A view reads no data; a reader of the view is noticed by the shared storage.
-  if (!call.keeps && !call.applies && !traits.is_view) record_.note_read(call.arguments);
+  if (!call.keeps && !call.applies && !traits.is_view && !may_be_kept_after)
+    record_.note_read(call.arguments);
+}
+
+void Selection::Call::decide_after(Selection& selection, c10::ArrayRef<c10::IValue> arguments_then,
+                                   c10::ArrayRef<c10::IValue> results) {
+  answer = selection.rule_->answer(
+      {op, traits.name, arguments_then, /*is_recompute=*/false, no_name, results});
+  keeps = is_keeping(answer) && traits.can_be_kept();
+  std::lock_guard<SpinLock> lock(selection.record_.mutex);
+  note_decision(selection);
+  if (record == nullptr) return;
+  record->is_preferred = keeps && is_preferring(answer);
+  if (!keeps && !applies) selection.record_.note_read(*record);
+}
+
+// A view or a write that no policy wants to keep is not recorded.
+void Selection::Call::note_decision(Selection& selection) const {
+  if (selection.frame_.recorded() == nullptr || (!traits.can_be_kept() && !is_keeping(answer)))
+    return;
+  const char* const against = traits.is_view      ? "returns a view"
+                              : traits.is_mutable ? "writes to an argument"
+                              : traits.is_blank   ? "makes a tensor to be filled"
+                              : must_run          ? "changes what is not its result"
+                                                  : nullptr;
+  selection.decisions_.push_back({place, answer, against});
 }
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,

@@ -152,6 +152,7 @@ void UserRegistrations::add(const UserRegistrations& other) {
   for (const auto& each : other.flags) add(each);
   for (const at::Generator& generator : other.generators) add(generator);
   observers.insert(observers.end(), other.observers.begin(), other.observers.end());
+  if (!other.running.expired()) running = other.running;
 }
 
 void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {

@@ -29,6 +29,8 @@ struct UserRegistrations {
   c10::SmallVector<std::shared_ptr<TrainingFlags>, 1> flags{};
   std::vector<at::Generator> generators{};
   std::vector<std::shared_ptr<const RecomputeObserver>> observers{};
+  /// The innermost module that runs: the function of a region, or a checkpointed module.
+  std::weak_ptr<torch::nn::Module> running{};
 
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);

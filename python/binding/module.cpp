@@ -38,7 +38,7 @@ PYBIND11_MODULE(_remat, module) {
   add_stop();
   add_hook_tables();
   for (const auto add : {add_policy, add_checkpoint, add_hook_cycles, add_drop_in, add_backward,
-                         add_save_region, add_guards, add_observe, add_plan, add_budget})
+                         add_save_region, add_paths, add_guards, add_observe, add_plan, add_budget})
     add(module);
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);

@@ -37,6 +37,7 @@ class ModuleState final : public TensorNames {
   ModuleState(const ModuleState&) = delete;
   ModuleState& operator=(const ModuleState&) = delete;
 
+  PyObject* root() const { return roots_.front(); }
   /// Notes the members, too, to be put back.
   void note_members();
   /// The function has returned: keeps the names that it changed, and tells the stand-in.

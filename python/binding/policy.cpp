@@ -55,6 +55,12 @@ py::object argument_in(const c10::Argument& argument, const c10::IValue& value) 
   }
 }
 
+py::tuple values_of(c10::ArrayRef<c10::IValue> values) {
+  py::tuple all(values.size());
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = torch::jit::toPyObject(values[i]);
+  return all;
+}
+
 /// (args, kwargs) of a call, as torch hands them to a dispatch mode: without defaults at the end.
 py::tuple call_of(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
   const auto& arguments = schema.arguments();
@@ -112,11 +118,21 @@ SelectiveOptions selective_in(const py::dict& options) {
   static const std::vector<Option<Options>> all{REMAT_MEMBER(Options, allow_cache_entry_mutation),
                                                 REMAT_MEMBER(Options, save_through_hooks),
                                                 REMAT_MEMBER(Options, ask_again),
+                                                REMAT_MEMBER(Options, ask_after),
                                                 REMAT_MEMBER(Options, min_offload_bytes),
                                                 REMAT_MEMBER(Options, prefetch_depth),
                                                 REMAT_MEMBER(Options, max_bytes_in_flight),
                                                 REMAT_MEMBER(Options, keep_last)};
   return options_of(options, all);
+}
+
+/// The lines of a dictionary from patterns to answers.
+std::vector<PolicyLine> lines_of(const py::dict& table) {
+  std::vector<PolicyLine> lines;
+  for (const auto& [pattern, answer] : table)
+    lines.push_back({pattern.cast<std::string>(),
+                     static_cast<CheckpointPolicy>(answer.attr("value").cast<int>())});
+  return lines;
 }
 
 /// The policy that a function of remat/_policy.py makes.
@@ -125,6 +141,8 @@ Policy policy_of(const std::string& function, const py::tuple& given, const py::
   const SelectiveOptions all = selective_in(options);
   if (function == "Policy") return Policy(asks(given[0]), all);
   if (function == "save_matmuls") return save_matmuls(all);
+  if (function == "parse") return Policy::parse(given[0].cast<std::string>(), all);
+  if (function == "policy_table") return policy_table(lines_of(given[0]), all);
   using Names = std::vector<std::string>;
   static const std::map<std::string, Policy (*)(Names, SelectiveOptions)> listed{
       {"save_ops", save_ops},
@@ -148,8 +166,15 @@ Policy policy_in(PyObject* object) {
   if (object == Py_None) return {};
   if (py::isinstance<Policy>(object)) return py::handle(object).cast<Policy>();
   if (PyCallable_Check(object) != 0) return Policy(asks(object));
-  PyErr_Format(PyExc_TypeError,
-               "remat: a policy must be a remat.Policy, a function or None, and is %R", object);
+  if (PyUnicode_Check(object) != 0 || PyDict_Check(object) != 0) {
+    static PyObject* const of_table = imported("remat._policy", "_of_table");
+    return call_python(of_table, py::handle(object)).cast<Policy>();
+  }
+  PyErr_Format(
+      PyExc_TypeError,
+      "remat: a policy must be a remat.Policy, a table (dict or text), a function or None, "
+      "and is %R",
+      object);
   throw py::error_already_set();
 }
 
@@ -166,13 +191,7 @@ void add_policy(py::module_& module) {
           "is_recompute", [](const Question& self) { return self.context().is_recompute; },
           "Whether a recompute asks; only with `ask_again`.")
       .def_property_readonly(
-          "args",
-          [](const Question& self) {
-            py::tuple all(self.context().args.size());
-            for (std::size_t i = 0; i < all.size(); ++i)
-              all[i] = torch::jit::toPyObject(self.context().args[i]);
-            return all;
-          },
+          "args", [](const Question& self) { return values_of(self.context().args); },
           "The operator's arguments, in the order of its schema.")
       .def_property_readonly(
           "op",
@@ -181,6 +200,16 @@ void add_policy(py::module_& module) {
                 torch::detail::getTorchApiFunction(self.context().op));
           },
           "The operator as torch.ops has it: torch.ops.aten.mm.default.")
+      .def_property_readonly(
+          "module_path", [](const Question& self) { return self.context().module_path(); },
+          "The path of the innermost module whose call is under way: 'layers.0.attention'; ''\n"
+          "for a root or none.")
+      .def_property_readonly(
+          "parameter_path", [](const Question& self) { return self.context().parameter_path(); },
+          "The path of the first parameter that the operator reads; '' if it reads none.")
+      .def_property_readonly(
+          "results", [](const Question& self) { return values_of(self.context().results); },
+          "The operator's results, in the order of its schema; () unless asked with `ask_after`.")
       .def("_call_of", [](const Question& self) {
         return call_of(self.context().op.schema(), self.context().args);
       });

@@ -251,6 +251,7 @@ void add_drop_in(py::module_& module);      // drop_in.cpp
 void add_backward(py::module_& module);     // backward.cpp
 void add_policy(py::module_& module);       // policy.cpp
 void add_save_region(py::module_& module);  // save_region.cpp
+void add_paths(py::module_& module);        // paths.cpp
 void add_guards(py::module_& module);       // guards.cpp
 void add_observe(py::module_& module);      // observe.cpp
 void add_plan(py::module_& module);         // plan.cpp

@@ -82,6 +82,8 @@ class Body final : public RegionBody {
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
   /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
   void keep(std::unique_ptr<Closures> closures);
+  /// The module whose forward is the function, borrowed; null for other functions.
+  PyObject* module() const { return modules_ == nullptr ? nullptr : modules_->root(); }
   /// Recomputes find the modules as they were.
   void keep(std::unique_ptr<ModuleState> modules) { modules_ = std::move(modules); }
 

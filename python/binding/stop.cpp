@@ -53,6 +53,12 @@ bool Rerun::has_stopped(const RegionBody* body) {
   return innermost != nullptr && innermost->body_ == body && innermost->has_stopped_;
 }
 
+const PyFrameObject* Rerun::caller() { return innermost == nullptr ? nullptr : innermost->caller_; }
+
+const RegionBody* Rerun::innermost_body() {
+  return innermost == nullptr ? nullptr : innermost->body_;
+}
+
 bool Rerun::take_stop() {
   if (PyErr_ExceptionMatches(names().stop) != 0) return PyErr_Clear(), true;
   if (!has_stopped_) return false;

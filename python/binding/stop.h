@@ -65,6 +65,10 @@ class Rerun {
   /// Returns whether `stop` has been raised in the innermost one on this thread, and that is of
   /// `body`.
   static bool has_stopped(const RegionBody* body);
+  /// Of the innermost one on this thread: the frame that began it, only to be compared, and its
+  /// body. Null without one.
+  static const PyFrameObject* caller();
+  static const RegionBody* innermost_body();
   /// The function has ended with a Python error: whether that is the stop, or was raised from it;
   /// then none is set any more.
   bool take_stop();

@@ -19,8 +19,10 @@ from . import _build
 from ._errors import BudgetExceeded, CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (
-    CheckpointPolicy, Policy, offload_names, offload_ops, save_all_but_names, save_matmuls, save_names, save_ops,
+    CheckpointPolicy, Policy, offload_names, offload_ops, policy_table, save_all_but_names,
+    save_matmuls, save_names, save_ops,
 )
+from ._paths import register_tree
 from ._compiled import register_when_imported
 from ._drop_in import Served, install, installed, is_installed, served, uninstall
 from ._choice import ModuleChoice
@@ -76,10 +78,10 @@ __all__ = [
     "disable_checkpoint", "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget",
     "free_bytes", "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
     "is_checkpointing", "is_installed", "is_recomputing", "measure", "memory_limit", "mixed_plan",
-    "observe_recomputes", "offload_names", "offload_ops", "pin", "plain_class",
-    "preserve_generator", "record_allocations", "recompute_cache", "regions_of", "remove",
-    "reset_unused_regions",
-    "revolve_plan", "run", "save_all_but_names", "save_as", "save_elsewhere", "save_in_tiers",
+    "observe_recomputes", "offload_names", "offload_ops", "pin", "plain_class", "policy_table",
+    "preserve_generator", "record_allocations", "recompute_cache", "register_tree", "regions_of",
+    "remove", "reset_unused_regions", "revolve_plan", "run", "save_all_but_names", "save_as",
+    "save_elsewhere", "save_in_tiers",
     "save_matmuls", "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region",
     "saved_tensors", "served", "set_checkpoint_level", "set_checkpointing", "simulate", "solve",
     "state_provider", "torch_sequential_plan", "uninstall", "unused_regions",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Union
 
 import torch.nn as nn
 
 from ._arguments import check, checked
+from ._policy import Policy
 
 Types = Union[str, type[nn.Module], Iterable[Union[str, type[nn.Module]]]]
 
 _CONDITIONS = (
     "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a dot, "
-    "`**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 up); "
+    "`**` anything, `|` stands between several), type (of classes, the same way), every (a number "
+    "from 1 up) and policy (text for Policy.parse); "
     'for example "every=2,name=layers.*,type=Bottleneck".'
 )
 
@@ -39,11 +41,14 @@ class ModuleChoice(NamedTuple):
     """Asked last, with the path and the module."""
     every: int = 1
     """Of what fits the rest, in the order of the tree: the first and every n-th after it."""
+    policy: Any = None
+    """Of the chosen modules' regions: what `checkpoint` takes as its `policy`."""
 
     @staticmethod
     @checked
     def parse(text: str) -> ModuleChoice:
-        """Makes one of `key=value` with commas between; the keys are name, type and every. Raises ValueError."""
+        """Makes one of `key=value` with commas between; the keys are name, type, every and policy
+        (text for `Policy.parse`, without commas). Raises ValueError."""
         if not text.strip():
             raise ValueError(f"remat.ModuleChoice.parse: the text was empty. {_CONDITIONS}")
         found: dict[str, str] = {}
@@ -60,7 +65,7 @@ class ModuleChoice(NamedTuple):
                 raise refuse("it has no `=`")
             if key in found:
                 raise refuse(f"the key {key} stands there twice")
-            if key not in ("name", "type", "every"):
+            if key not in ("name", "type", "every", "policy"):
                 raise refuse(f'there is no key "{key}"')
             if not value:
                 raise refuse("its value is empty")
@@ -69,9 +74,12 @@ class ModuleChoice(NamedTuple):
                 if not re.fullmatch("[0-9]{1,18}", value) or int(value) < 1:
                     raise refuse(f'"{value}" is no number from 1 up')
                 every = int(value)
+            elif key == "policy":
+                Policy.parse(value)
             elif not all(pattern.strip() for pattern in value.split("|")):
                 raise refuse("a pattern beside `|` is empty")
-        return ModuleChoice(name=found.get("name", ""), types=found.get("type", ()), every=every)
+        name, types, policy = found.get("name", ""), found.get("type", ()), found.get("policy")
+        return ModuleChoice(name=name, types=types, every=every, policy=policy)
 
     def __str__(self) -> str:
         parts = [f"name={self.name}"] if self.name else []

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from ._arguments import Kind, add_kind, checked
 from ._choice import ModuleChoice, Types, class_name
+from ._extension import _remat
 from ._region_class import Region, _rebuilt as _rebuilt, is_on, reason_against, region_of, regions_below, switch_off, switch_on
 
 M = TypeVar("M", bound=nn.Module)
@@ -142,7 +143,14 @@ def apply(
     Threads: no forward of the tree may run meanwhile.
     """
     verb = "remat.apply"
-    chosen = _choice(verb, choice, types, names, predicate, every).chosen(model, verb)
+    which = _choice(verb, choice, types, names, predicate, every)
+    chosen = which.chosen(model, verb)
+    if which.policy is not None:
+        if options.get("policy") is not None:
+            raise ValueError(
+                f"{verb}: the choice had a policy, and the options had one. Hint: leave one out."
+            )
+        options["policy"] = which.policy
     applied = Applied([], [])
     name = options.pop("name", "")
     ways: dict[nn.Module, Region] = {}
@@ -168,6 +176,8 @@ def apply(
             applied.refused.append(RefusedModule(path, type, reason, cure))
         else:
             applied.regions.append(ChosenModule(path, type))
+    if not _remat._is_in_tree(model):
+        _remat._register_tree(model)
     return applied
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Callable, Union
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from ._arguments import Bytes, add_kind, checked, of_class
+from ._arguments import Bytes, Kind, add_kind, check, checked, of_class
 from ._extension import _remat
 from ._remat import PolicyContext
 
@@ -42,14 +43,29 @@ class Policy(_remat._Policy):
         self,
         function: Callable[[PolicyContext], Any],
         *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
-        min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
+        ask_after: bool = False, min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
+        prefetch_depth: int = _PREFETCH_DEPTH,
         max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
     ) -> None:
         """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
 
-        The options are those of `save_ops` and, for what it wants on the CPU, of `offload_ops`.
+        ask_after: it is asked when the operator has run, and sees `results`. Not with `ask_again`.
+        The other options are those of `save_ops` and, if it moves results to the CPU, of
+        `offload_ops`.
         """
         self._set(Policy, locals(), function)
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """A table (`policy_table`) from text: lines of `PATTERN = ANSWER` with `;` or line breaks
+        between; a `#` begins a comment.
+
+            remat.Policy.parse("layers.*.attention.**: aten::mm = save; * = recompute")
+
+        Raises ValueError for a wrong line, with a hint.
+        """
+        check("remat.Policy.parse", "text", "str", text)
+        return _of(Policy.parse, {}, text)
 
     def _set(self, make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> None:
         options = {name: value for name, value in given.items() if name in _DEFAULTS}
@@ -65,7 +81,7 @@ class Policy(_remat._Policy):
             return " | ".join(map(repr, args))
         said = [*map(repr, args)]
         said += [f"{name}={each!r}" for name, each in keywords.items() if each != _DEFAULTS[name]]
-        return f"remat.{make.__name__}({', '.join(said)})"
+        return f"remat.{make.__qualname__}({', '.join(said)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make_again, self._recipe
@@ -96,6 +112,79 @@ def _of(make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> Polic
     policy = Policy.__new__(Policy)
     policy._set(make, given, *args)
     return policy
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+Answer = Union[str, bool, CheckpointPolicy]
+add_kind(
+    "Mapping[str, Answer]", Kind(lambda value: isinstance(value, Mapping), "a dict from patterns to answers")
+)  # fmt: skip
+_ANSWERS: dict[str, CheckpointPolicy] = {
+    "save": CheckpointPolicy.PREFER_SAVE,
+    "recompute": CheckpointPolicy.PREFER_RECOMPUTE,
+    **{each.name.lower(): each for each in CheckpointPolicy},
+}
+if "prefer_cpu_offload" in _ANSWERS:
+    _ANSWERS["offload"] = _ANSWERS["prefer_cpu_offload"]
+
+
+def _answer(pattern: str, answer: Answer) -> CheckpointPolicy:
+    if isinstance(answer, bool):
+        return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+    if isinstance(answer, CheckpointPolicy):
+        return answer
+    if answer not in _ANSWERS:
+        raise ValueError(
+            f"remat.policy_table: the answer of {pattern!r} was {answer!r}. Hint: give one of "
+            f"{', '.join(_ANSWERS)}, a CheckpointPolicy, or a bool."
+        )
+    return _ANSWERS[answer]
+
+
+@checked
+def policy_table(
+    table: Mapping[str, Answer],
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
+) -> Policy:
+    """The first line whose pattern matches answers; without one the result is recomputed.
+
+        remat.policy_table({
+            "layers.*.attention.**: aten::mm|aten::bmm": "save",
+            "name=router.*": "must_save",
+            "*": "recompute",
+        })
+
+    A pattern is `PATHS: OPERATORS`, one of the two, or `*` for everything. PATHS are patterns for
+    the path of the module that runs, as in `ModuleChoice`. OPERATORS are names as in `save_ops` with
+    `|` between, or `name=PATTERNS` for values and calls of `save_region` with such a name. Answers:
+    "save", "offload", "recompute" (the PREFER_ ones), the names of CheckpointPolicy in small letters,
+    a CheckpointPolicy, or a bool. Wherever a policy is taken, such a dict or its text
+    (`Policy.parse`) will do.
+
+    Warns once about paths that match no module. Raises ValueError for an empty table, a wrong
+    pattern, an unknown operator or answer, and lines after one that matches everything.
+    """
+    lines = {str(pattern): _answer(pattern, answer) for pattern, answer in table.items()}
+    return _of(policy_table, locals(), lines)
+
+
+def _of_table(table: Any) -> Policy:
+    """The policy that a dict or a text means, made once."""
+    return _of_text(table) if isinstance(table, str) else _of_items(tuple(table.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_text(text: str) -> Policy:
+    return Policy.parse(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_items(items: tuple[tuple[str, Answer], ...]) -> Policy:
+    return policy_table(dict(items))
 
 
 # ---- ready-made: each is one of the library's, by its name -------------------------------------------------

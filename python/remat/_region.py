@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ._policy import CheckpointPolicy, Policy
     from ._remat import PolicyContext
 
-    AnyPolicy = Union[Policy, Callable[[PolicyContext], Union[CheckpointPolicy, bool]], None]
+    Answer = Union[CheckpointPolicy, bool]
+    Table = dict[str, Union[Answer, str]]
+    AnyPolicy = Union[Policy, Callable[[PolicyContext], Answer], Table, str, None]
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")

@@ -22,6 +22,9 @@ class PolicyContext:
     name: Final[str]
     is_recompute: Final[bool]
     args: Final[tuple[Any, ...]]
+    results: Final[tuple[Any, ...]]
+    module_path: Final[str]
+    parameter_path: Final[str]
     op: Final[torch._ops.OpOverload]
     def _call_of(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 

@@ -34,6 +34,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "Checkpointed": (model,), "apply": (model, "every=1,name=0"), "remove": (model,), "is_checkpointed": (model,),
     "plain_class": (model,), "set_checkpointing": (model, True), "set_checkpoint_level": (model, 1),
     "unused_regions": (model, x * 1), "reset_unused_regions": (model,), "ModuleChoice.parse": ("every=2,name=a",),
+    "policy_table": ({"*": "save"},), "Policy.parse": ("* = save",), "register_tree": (model,),
     "early_stop": (True,), "checkpoint_level": (1,), "debug": (), "recompute_cache": (), "memory_limit": (1,),
     "preserve_generator": (torch.Generator(),), "observe_recomputes": (), "save_on_cpu": (), "save_in_tiers": (),
     "save_on_disk": (tempfile.gettempdir(),), "save_elsewhere": (Place(),), "save_as": (torch.bfloat16,),
