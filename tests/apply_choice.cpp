@@ -85,9 +85,10 @@ std::string text_of_error(const std::function<void()>& call) {
 
 const std::string& conditions() {
   static const std::string text =
-      "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` "
-      "is anything but a dot, `**` anything, `|` stands between several), type (of classes, the "
-      "same way), every (a number from 1 up) and policy (text for Policy::parse); for example "
+      "Hint: write conditions as key=value, separated by commas. The keys are name (a pattern of "
+      "paths: `*` matches anything except a dot, `**` matches anything, `|` separates "
+      "alternatives), type (a pattern of class names, in the same syntax), every (a number of at "
+      "least 1) and policy (text for Policy::parse); for example "
       "\"every=2,name=layers.*,type=Bottleneck\".";
   return text;
 }
@@ -144,8 +145,8 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
   CHECK(parsed("") == start + "the text was empty. " + conditions());
   CHECK(parsed("evry=2,name=a") ==
         start +
-            "\"evry=2\" in \"evry=2,name=a\" was no condition. Cause: there is "
-            "no key \"evry\". " +
+            "\"evry=2\" in \"evry=2,name=a\" was not a condition. Cause: there is no key "
+            "\"evry\". " +
             conditions());
   CHECK_THAT(parsed("layers.*"), contains("Cause: it has no `=`. Hint: "));
   CHECK_THAT(parsed("name=a,"), contains("\"\" in \"name=a,\" was no condition"));
@@ -154,20 +155,21 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
   CHECK_THAT(parsed("name=a||b"), contains("Cause: a pattern beside `|` is empty. Hint: "));
   for (const std::string number : {"0", "-1", "two", "2.5", "99999999999999999999"})
     CHECK_THAT(parsed("every=" + number),
-               contains("Cause: \"" + number + "\" is no number from 1 up. Hint: "));
+               contains("Cause: \"" + number + "\" is not a number of at least 1. Hint: "));
 
   const Seed seed;
   nn::Sequential net(Block(4), Block(4));
-  CHECK(
-      text_of_error([&] { require_checkpointing(*net, {.name = "layers.*"}); }) ==
-      "remat::require_checkpointing: no module of the tree fits \"name=layers.*\". Cause: the tree has the root "
-      "(torch::nn::SequentialImpl), 0 (BlockImpl), 0.linear (torch::nn::LinearImpl), 1 (BlockImpl), 1.linear "
-      "(torch::nn::LinearImpl). Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the "
-      "children of layers, `layers.**` all below it.");
+  CHECK(text_of_error([&] { require_checkpointing(*net, {.name = "layers.*"}); }) ==
+        "remat::require_checkpointing: no module of the tree matches \"name=layers.*\". Cause: the "
+        "tree has the root (torch::nn::SequentialImpl), 0 (BlockImpl), 0.linear "
+        "(torch::nn::LinearImpl), 1 (BlockImpl), 1.linear (torch::nn::LinearImpl). Hint: choose "
+        "some of these. In paths, `*` matches anything except a dot: `layers.*` are the children "
+        "of layers, `layers.**` all modules below it.");
   Model model;
   CHECK_THAT(
       text_of_error([&] { remove_checkpointing(*model, {.type = "Blok", .every = 3}); }),
-      contains("remat::remove_checkpointing: no module of the tree fits \"type=Blok,every=3\"") &&
+      contains(
+          "remat::remove_checkpointing: no module of the tree matches \"type=Blok,every=3\"") &&
           contains("and 9 more"));
   nn::Sequential eleven;
   for (int i = 0; i < 11; ++i) eleven->push_back(nn::Tanh());
@@ -187,46 +189,47 @@ TEST_CASE("what cannot be a region from outside is named, with the reason and wh
   Model model;
   const auto applied = apply_checkpointing(
       *model, {.name = "layers|list|dict|stem|head|layers.0|list.0|dict.left|stem.linear"});
-  CHECK(
-      applied.to_string() ==
-      "region: layers.0 (BlockImpl)\n"
-      "no region: stem (BlockImpl): ModelImpl calls its member through the member's own type, where nothing can "
-      "step in. Hint: remat::Checkpointed<BlockImpl> at the declaration of the member stem in ModelImpl.\n"
-      "no region: stem.linear (torch::nn::LinearImpl): BlockImpl calls its member through the member's own type, "
-      "where nothing can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member "
-      "linear in BlockImpl.\n"
-      "no region: layers (torch::nn::SequentialImpl): a Sequential is called through its own type, where nothing "
-      "can step in. Hint: choose its elements, name=layers.*; or cut it where it is called: "
-      "remat::checkpoint_sequential(sequential, segments, x).\n"
-      "no region: list (torch::nn::ModuleListImpl): it has no forward, so no call of it could be a region. Hint: "
-      "choose its elements: name=list.*.\n"
-      "no region: list.0 (BlockImpl): an element of a ModuleList is called through its own type, where nothing "
-      "can step in. Hint: push_back(remat::Checkpointed<BlockImpl>(...)) where the list is made, and "
-      "list[i]->as<remat::Checkpointed<BlockImpl>>()->forward(...) where it is called.\n"
-      "no region: dict (torch::nn::ModuleDictImpl): it has no forward, so no call of it could be a region. Hint: "
-      "choose its elements: name=dict.*.\n"
-      "no region: dict.left (BlockImpl): an element of a ModuleDict is called through its own type, where nothing "
-      "can step in. Hint: put a remat::Checkpointed<BlockImpl>(...) in where the dictionary is made, and "
-      "dict[\"left\"]->as<remat::Checkpointed<BlockImpl>>()->forward(...) where it is called.\n"
-      "no region: head (torch::nn::LinearImpl): ModelImpl calls its member through the member's own type, where "
-      "nothing can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head "
-      "in ModelImpl.\n");
+  CHECK(applied.to_string() ==
+        "region: layers.0 (BlockImpl)\n"
+        "no region: stem (BlockImpl): ModelImpl calls its member through the member's own type, so "
+        "remat cannot intercept the call. Hint: declare the member stem of ModelImpl as "
+        "remat::Checkpointed<BlockImpl>.\n"
+        "no region: stem.linear (torch::nn::LinearImpl): BlockImpl calls its member through the "
+        "member's own type, so remat cannot intercept the call. Hint: declare the member linear of "
+        "BlockImpl as remat::Checkpointed<torch::nn::LinearImpl>.\n"
+        "no region: layers (torch::nn::SequentialImpl): a Sequential is called through its own "
+        "type, so remat cannot intercept the call. Hint: choose its elements (name=layers.*), or "
+        "call remat::checkpoint_sequential(sequential, segments, x).\n"
+        "no region: list (torch::nn::ModuleListImpl): it has no forward, so it cannot be a region. "
+        "Hint: choose its elements: name=list.*.\n"
+        "no region: list.0 (BlockImpl): an element of a ModuleList is called through its own type, "
+        "so remat cannot intercept the call. Hint: fill the list with "
+        "push_back(remat::Checkpointed<BlockImpl>(...)), and call "
+        "list[i]->as<remat::Checkpointed<BlockImpl>>()->forward(...).\n"
+        "no region: dict (torch::nn::ModuleDictImpl): it has no forward, so it cannot be a region. "
+        "Hint: choose its elements: name=dict.*.\n"
+        "no region: dict.left (BlockImpl): an element of a ModuleDict is called through its own "
+        "type, so remat cannot intercept the call. Hint: put a remat::Checkpointed<BlockImpl>(...) "
+        "into the dictionary, and call "
+        "dict[\"left\"]->as<remat::Checkpointed<BlockImpl>>()->forward(...).\n"
+        "no region: head (torch::nn::LinearImpl): ModelImpl calls its member through the member's "
+        "own type, so remat cannot intercept the call. Hint: declare the member head of ModelImpl "
+        "as remat::Checkpointed<torch::nn::LinearImpl>.\n");
   const auto root = apply_checkpointing(*model, {.type = "Model"});
-  CHECK(
-      root.to_string() ==
-      "no region: the root (ModelImpl): the program calls the root of the tree through its own type, where nothing "
-      "can step in. Hint: remat::checkpoint(module, ...) where it is called, or "
-      "remat::Checkpointed<ModelImpl>(...) where it is made.\n");
+  CHECK(root.to_string() ==
+        "no region: the root (ModelImpl): the program calls the root of the tree through its own "
+        "type, so remat cannot intercept the call. Hint: call remat::checkpoint(module, ...), or "
+        "create the module as remat::Checkpointed<ModelImpl>(...).\n");
   CHECK(root.regions.empty());
   remove_checkpointing(*model);
 
   SECTION("all or nothing") {
-    CHECK(
-        text_of_error([&] { require_checkpointing(*model, {.name = "layers.0|head"}); }) ==
-        "remat::require_checkpointing: 1 of 2 chosen modules cannot be regions from outside; nothing was changed."
-        "\n  head (torch::nn::LinearImpl): ModelImpl calls its member through the member's own type, where nothing "
-        "can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head in "
-        "ModelImpl.");
+    CHECK(text_of_error([&] { require_checkpointing(*model, {.name = "layers.0|head"}); }) ==
+          "remat::require_checkpointing: 1 of 2 chosen modules cannot be made regions from "
+          "outside; no module was changed.\n"
+          "  head (torch::nn::LinearImpl): ModelImpl calls its member through the member's own "
+          "type, so remat cannot intercept the call. Hint: declare the member head of ModelImpl as "
+          "remat::Checkpointed<torch::nn::LinearImpl>.");
     CHECK(remove_checkpointing(*model).empty());
   }
   SECTION("a child that the Sequential does not call") {
@@ -234,7 +237,8 @@ TEST_CASE("what cannot be a region from outside is named, with the reason and wh
     const auto replaced = apply_checkpointing(*model, {.name = "layers.1"});
     REQUIRE(replaced.refused.size() == 1);
     CHECK(replaced.refused[0].reason ==
-          "it is registered in the Sequential, which calls another module in its place");
+          "replace_module() registered it in the Sequential, but the Sequential still calls the "
+          "former module");
     CHECK_THAT(replaced.refused[0].cure, contains("replace_module()"));
   }
 }
@@ -273,10 +277,10 @@ TEST_CASE("a Checkpointed that is called past its own forward is found, with wha
     REQUIRE(found.size() == 1);
     CHECK(found[0].path == "list.1");
     CHECK(found[0].type == "remat::Checkpointed<BlockImpl>");
-    CHECK(
-        found[0].reason ==
-        "list.1 (remat::Checkpointed<BlockImpl>) is switched on, and its parameters are in the graph, but its own "
-        "forward was never called: that of BlockImpl was, which is not virtual, or those of its children");
+    CHECK(found[0].reason ==
+          "list.1 (remat::Checkpointed<BlockImpl>) is switched on, and its parameters are in the "
+          "graph, but its own forward was never called: the program called the forward of "
+          "BlockImpl, which is not virtual, or the forwards of its children");
     CHECK(
         found[0].cure ==
         "call it as [i]->as<remat::Checkpointed<BlockImpl>>()->forward(...), instead of as<BlockImpl>()");
@@ -344,10 +348,10 @@ TEST_CASE("an element that was switched on and is called past the Sequential is 
   REQUIRE(found.size() == 1);
   CHECK(found[0].path == "1");
   CHECK(found[0].type == "BlockImpl");
-  CHECK(
-      found[0].reason ==
-      "1 (BlockImpl) was switched on as an element of a Sequential, and its parameters are in the graph, but what "
-      "the Sequential calls was never called: the module was, through its own type");
+  CHECK(found[0].reason ==
+        "1 (BlockImpl) was switched on as an element of a Sequential, and its parameters are in "
+        "the graph, but the Sequential never called it: the program called the module through its "
+        "own type");
   CHECK(
       found[0].cure ==
       "call the Sequential, or its elements (for (auto& element : *sequential) x = element.forward(x)), instead of "
@@ -359,9 +363,9 @@ TEST_CASE("an element that was switched on and is called past the Sequential is 
   past->push_back(std::static_pointer_cast<BlockImpl>(Checkpointed<BlockImpl>().ptr()));
   const auto unused = unused_regions(*past, past->forward(x));
   REQUIRE(unused.size() == 1);
-  CHECK(
-      unused[0].cure ==
-      "push_back() it as a remat::Checkpointed<BlockImpl>: the Sequential was given a BlockImpl, which it calls");
+  CHECK(unused[0].cure ==
+        "add it with push_back() as a remat::Checkpointed<BlockImpl>: the Sequential holds a "
+        "BlockImpl, and calls that one");
   require_checkpointing(*past, {.name = "0"});
   CHECK(unused_regions(*past, past->forward(x)).empty());
 }

@@ -255,7 +255,7 @@ TEST_CASE("what a dropped value is made of is written to before backward", "[bud
   }
   SECTION("by another thread: an error, and no gradient") {
     const auto change = [](Tensor& scale) { std::thread([&] { scale.fill_(7); }).join(); };
-    CHECK_THROWS_WITH(run(few, change), contains("has changed since"));
+    CHECK_THROWS_WITH(run(few, change), contains("an input of a dropped value has changed, so "));
   }
   SECTION("let go of") {
     CHECK(are_equal(plain, run(few, [](Tensor& scale) { scale = Tensor(); })));
@@ -559,7 +559,7 @@ TEST_CASE("what a budget refuses", "[budget]") {
   CHECK_THROWS_WITH(BudgetGuard({.bytes = -5}), contains("bytes was -5"));
   CHECK_THROWS_WITH(BudgetGuard({.bytes = 5, .min_bytes = -2}), contains("min_bytes was -2"));
   CHECK_THROWS_WITH(BudgetGuard({.bytes = 5, .device = c10::Device(c10::kCUDA, 0)}),
-                    contains("a budget was asked for on cuda:0"));
+                    contains("a budget was requested on cuda:0"));
   const Tensor x = leaf({2});
   CHECK_THROWS_WITH(remat::checkpoint(
                         [](const Tensor& t) {

@@ -282,7 +282,7 @@ TEST_CASE("options of moving that a budget refuses", "[budget][moving]") {
     options.moving = std::move(moving);
     const BudgetGuard guard(options);
   };
-  CHECK_THROWS_WITH(refused({}), contains("moving names no directory"));
+  CHECK_THROWS_WITH(refused({}), contains("moving has no directory"));
   CHECK_THROWS_WITH(refused({.directory = "/nowhere"}),
                     contains("remat::BudgetGuard: no file could be made in the directory"));
   CHECK_THROWS_WITH(refused({.directory = "/tmp", .min_bytes = -1}), contains("was -1"));

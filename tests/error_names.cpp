@@ -54,10 +54,11 @@ const std::string changed =
     "remat::checkpoint: A parameter, buffer or captured tensor changed between the forward and the recompute, so the "
     "gradient would be wrong. In ";
 const std::string cause_of_change =
-    "Cause: it was changed in place, given other storage, or replaced (an optimizer step between forward and backward "
-    "does this). A tensor without grad that the function makes and leaves in an outside variable counts as captured "
-    "too.\nHint: call backward before the change, pass the tensor as an argument, or set capture_check = "
-    "CaptureCheck::Ignore to recompute with the new value.\n";
+    "Cause: it was changed in place, given other storage, or replaced. An optimizer step between "
+    "forward and backward does this. A tensor without grad that the function creates and stores "
+    "in an outside variable counts as captured, too.\n"
+    "Hint: call backward before the change, pass the tensor as an argument, or set capture_check "
+    "= CaptureCheck::Ignore to recompute with the new value.\n";
 const std::string changed_weight =
     "parameter 'conv1.weight' of UNetBlock (saved tensor at position 1):\n"
     "  forward:   Float[3, 3, 1, 1] on cpu, version 1, saved by ConvolutionBackward0\n"
@@ -246,17 +247,17 @@ TEST_CASE("a kept result that was changed is told in the words that people look 
       },
       image);
   change(kept);
-  CHECK(
-      text_of_backward(y) ==
-      "remat: Tensor cached during selective activation checkpoint has been mutated. In region \"keeping\" "
-      "(frame #): the result of aten::exp.default, call 0, was kept and then changed in place.\n"
-      "Cause: an in-place operator, in the region or after it, wrote to the kept tensor.\n"
-      "Hint: keep another result, use the operator that does not write in place, or set "
-      "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again.\n"
-      "Operators (2 in forward, 1 so far in the recompute):\n"
-      "         forward                                  recompute\n"
-      "      0> aten::exp.default                        aten::exp.default\n"
-      "      1  aten::sin.default                        \n");
+  CHECK(text_of_backward(y) ==
+        "remat: Tensor cached during selective activation checkpoint has been mutated. In region "
+        "\"keeping\" (frame #): the result of aten::exp.default, call 0, was kept and then changed "
+        "in place.\n"
+        "Cause: an in-place operator, in the region or after it, wrote to the kept tensor.\n"
+        "Hint: keep another result, use the out-of-place operator, or set "
+        "SelectiveOptions::allow_cache_entry_mutation, which runs such a call again.\n"
+        "Operators (2 in forward, 1 so far in the recompute):\n"
+        "         forward                                  recompute\n"
+        "      0> aten::exp.default                        aten::exp.default\n"
+        "      1  aten::sin.default                        \n");
 }
 
 TEST_CASE("a pinned parameter that was changed has its name", "[error][names][rule-15]") {

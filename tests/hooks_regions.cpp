@@ -139,7 +139,7 @@ TEST_CASE("a write to an argument that hooks part from its view is refused", "[h
   }
   const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
   CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
-  CHECK_THAT(error.what(), contains("gave the two back apart"));
+  CHECK_THAT(error.what(), contains("returned the two in separate memory"));
 }
 
 TEST_CASE("an argument that was changed is refused although hooks gave back a copy once",

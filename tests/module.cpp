@@ -412,7 +412,7 @@ TEST_CASE("a clone has the options and the switch of the original", "[module]") 
     };
     Checkpointed<NarrowImpl> module;
     CHECK_THAT(text_of(error_of<c10::Error>([&] { module->clone(); })),
-               contains("whose clone() does not make a"));
+               contains("the clone() of a module did not return a"));
   }
 }
 
@@ -435,7 +435,7 @@ TEST_CASE("a graph keeps its checkpointed module alive, and no longer", "[module
 
   CheckpointedImpl<CountingImpl> on_the_stack(4);
   const auto error = error_of<c10::ValueError>([&] { on_the_stack.forward(x); });
-  CHECK_THAT(text_of(error), contains("that no shared pointer owns"));
+  CHECK_THAT(text_of(error), contains("but no shared pointer owns it"));
   const at::NoGradGuard no_grad;
   CHECK(on_the_stack.forward(x).defined());
 }

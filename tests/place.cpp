@@ -326,7 +326,7 @@ TEST_CASE("a place that gives back something else gets an error that says what, 
     script->on_finish_load = [&give](int, const Tensor& held) { return give(held); };
     const auto error = error_of<c10::ValueError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
     CHECK_THAT(text_of(error), contains(words));
-    CHECK_THAT(text_of(error), contains("Hint: let finish_load return"));
+    CHECK_THAT(text_of(error), contains("Hint: return from finish_load"));
   }
   script->on_finish_load = [](int, const Tensor& held) { return held.clone(); };
   require_bit_equal(grad_of(y, {x}), grad_of(chain(x), {x}));

@@ -49,7 +49,7 @@ TEST_CASE("what a plan moves is read from its text and written as the same text"
   CHECK(plan == Plan(5, {{1, 2}, {1, 1}, {4, 4}}, {1, 3}));
   CHECK_FALSE(plan == Plan(5, {{1, 2}, {1, 1}, {4, 4}}, {1}));
 
-  CHECK_THAT(error_of_parse("[mv[1 2] 3]"), contains("']' after what moves was expected"));
+  CHECK_THAT(error_of_parse("[mv[1 2] 3]"), contains("']' after the moved item was expected"));
   for (const char* const text : {"[ck[mv[1]] 2]", "[mv[mv[1]] 2]"})
     CHECK_THAT(error_of_parse(text), contains("'mv[' was found in another bracket"));
   CHECK_THAT(error_of_parse("[mv[1]"), contains("the end of the text was found"));
@@ -301,7 +301,7 @@ TEST_CASE("a plan that moves says what it lacks", "[plan]") {
     return text_of(error_of<c10::ValueError>(function));
   };
   CHECK_THAT(text([&] { remat::run(plan, stages, x); }),
-             contains("the plan moves tensors of the CPU, and MoveOptions names no directory"));
+             contains("the plan moves tensors of the CPU, but MoveOptions has no directory"));
   CHECK_THAT(
       text([&] { remat::run(plan, stages, x, {}, {.directory = folder.path() + "/missing"}); }),
       contains("missing"));
@@ -312,7 +312,7 @@ TEST_CASE("a plan that moves says what it lacks", "[plan]") {
              contains("remat::measure: the plan moves tensors of the CPU"));
   ChainCost cost = remat::measure(stages, x, {.repeats = 1});
   CHECK_THAT(text([&] { static_cast<void>(remat::simulate(cost, plan)); }),
-             contains("the plan moves, and the chain has no ChainCost::moving"));
+             contains("the plan moves items, but the chain has no ChainCost::moving"));
   cost.moving = remat::MoveCost{.held_up_share = -1.5};
   CHECK_THAT(text([&] { static_cast<void>(remat::solve(cost)); }),
              contains("MoveCost::held_up_share must be finite and at least 0, got -1.5"));

@@ -329,7 +329,7 @@ TEST_CASE("what cannot be undone of a guard that forward has not come to is a wa
   const at::Tensor y = checkpoint(region, x);
   REQUIRE(warnings.texts.size() == 1);
   CHECK_THAT(warnings.texts[0],
-             contains("what a guard guards could not be put back after a recompute: stuck"));
+             contains("the state of a guard could not be restored after a recompute: stuck"));
   stuck->throws = false;
   CHECK(torch::autograd::grad({y.sum()}, {x})[0].equal(
       torch::autograd::grad({x.sin().exp().sum()}, {x})[0]));

@@ -481,7 +481,8 @@ TEST_CASE("options of tiers that are wrong are refused", "[tiers]") {
   CHECK_THAT(refused({.device_bytes = -1}), contains("device_bytes is -1"));
   CHECK_THAT(refused({.host_bytes = -5, .directory = "/tmp"}), contains("host_bytes is -5"));
   CHECK_THAT(refused({.min_bytes = -1}), contains("min_bytes is -1"));
-  CHECK_THAT(refused({.host_bytes = 10}), contains("there is no directory for what is more"));
+  CHECK_THAT(refused({.host_bytes = 10}),
+             contains("there is no directory for tensors beyond that"));
   CHECK_THAT(refused({.directory = "/does/not/exist"}),
              contains("SaveInTiersGuard: no file could be made"));
 }

@@ -27,7 +27,8 @@ std::vector<std::string> warnings_of_matmul() {
 TEST_CASE("warnings come in the words that a binding sets", "[words]") {
   const auto plain = warnings_of_matmul();
   REQUIRE(plain.size() == 1);
-  CHECK_THAT(plain[0], contains("remat::save_ops: \"aten::matmul\" consists of other operators"));
+  CHECK_THAT(plain[0],
+             contains("remat::save_ops: \"aten::matmul\" is composed of other operators"));
   remat::set_warning_words(loudly);
   const auto said = warnings_of_matmul();
   remat::set_warning_words(nullptr);

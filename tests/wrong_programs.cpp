@@ -58,8 +58,8 @@ TEST_CASE("what the first forward initialises is named as the cause", "[errors][
   const auto error = error_of<CheckpointError>([&] { y.sum().backward(); });
   CHECK(error.kind() == Kind::CaptureChanged);
   CHECK_THAT(error.what(),
-             contains("Seen: the function itself writes to a captured tensor. If that is what its "
-                      "first forward initialises (activation normalisation"));
+             contains("Seen: the function itself writes to a captured tensor. If only its first "
+                      "forward does this (activation normalization"));
   CHECK_THAT(error.what(), contains("run one forward outside regions before training"));
 }
 
@@ -87,8 +87,8 @@ TEST_CASE("a list outside that a recompute appends to is warned of", "[errors]")
   REQUIRE(losses.size() == 2);
   REQUIRE(warnings.texts.size() == 1);
   CHECK_THAT(warnings.texts[0],
-             contains("a tensor that a recompute of region \"auxiliary losses\" computed is still "
-                      "there after it"));
+             contains("a tensor that a recompute of region \"auxiliary losses\" computed is "
+                      "still alive after the recompute"));
   CHECK_THAT(warnings.texts[0], contains("return the tensor from the function"));
   losses.clear();
   checkpoint({.name = "auxiliary losses"}, block, x).sum().backward();
@@ -118,7 +118,7 @@ TEST_CASE("a function that keeps nothing outside is not warned of", "[errors]") 
         .sum()
         .backward();
   const auto is_of_survivors = [](const std::string& text) {
-    return text.find("is still there after it") != std::string::npos;
+    return text.find("is still alive after the recompute") != std::string::npos;
   };
   CHECK(std::none_of(warnings.texts.begin(), warnings.texts.end(), is_of_survivors));
 }
@@ -193,7 +193,7 @@ TEST_CASE("a counter that changes values only is named among the causes", "[erro
   const auto error = error_of<CheckpointError>([&] { y.sum().backward(); });
   CHECK(error.kind() == Kind::ValueMismatch);
   CHECK_THAT(error.what(), contains("a counter that it reads: a step number, annealing, warm-up"));
-  CHECK_THAT(error.what(), contains("pass such a number as an argument"));
+  CHECK_THAT(error.what(), contains("pass such a counter as an argument"));
 }
 
 namespace {

@@ -111,8 +111,8 @@ void SavedElsewhere::check_version() const {
       "saved; plain autograd refuses this too.\nHint: use the out-of-place operator there.");
   TORCH_CHECK(!had_elements_ || !in_place_.defined() || extent_of(in_place_),
               "remat: the storage of a saved tensor was made smaller before backward read it.\n"
-              "Cause: resize_ on the storage, as for freed parameters.\nHint: restore the storage "
-              "before backward.");
+              "Cause: the storage was resized, as programs do to free parameters.\n"
+              "Hint: restore the storage before backward.");
 }
 
 c10::Storage SavedElsewhere::storage_in_place() {

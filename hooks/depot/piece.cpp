@@ -190,22 +190,25 @@ Piece::Loaded Piece::load_or_share() {
 void Piece::check_loaded(const at::Tensor& loaded) const {
   const char* const place = "remat::SaveElsewhereGuard: ";
   const char* const advice =
-      "\nHint: let finish_load return a tensor like the one that begin_store was given: one "
-      "dimension, the same number of elements, dtype and device. What is in the place is "
-      "untouched; the same backward can be tried again on a retained graph.";
+      "\n"
+      "Hint: return from finish_load a tensor like the one passed to begin_store: one dimension, "
+      "the same number of elements, dtype and device. The stored contents are intact; the same "
+      "backward can be tried again on a retained graph.";
   TORCH_CHECK_VALUE(loaded.defined(), place,
-                    "a place returned an undefined tensor for the contents of a saved one.",
+                    "a place returned an undefined tensor instead of the contents of a saved "
+                    "tensor.",
                     advice);
   const auto type = c10::scalarTypeToTypeMeta(kind_);
   const int64_t size = num_bytes() / static_cast<int64_t>(type.itemsize());
   const bool is_flat = loaded.layout() == c10::kStrided && loaded.has_storage() &&
                        loaded.dim() == 1 && loaded.numel() == size && !loaded.is_conj() &&
                        !loaded.is_neg();
-  TORCH_CHECK_VALUE(
-      is_flat && loaded.dtype() == type && loaded.device() == device_, place,
-      "a place returned a tensor that is not like the one it was given.\nstored: ", size,
-      " elements of ", type.name(), " on ", device_, "\nloaded: ", loaded.sizes(), " of ",
-      loaded.dtype().name(), " on ", loaded.device(), ", ", loaded.layout(), advice);
+  TORCH_CHECK_VALUE(is_flat && loaded.dtype() == type && loaded.device() == device_, place,
+                    "a place returned a tensor that does not match the one it stored.\n"
+                    "stored: ",
+                    size, " elements of ", type.name(), " on ", device_,
+                    "\nloaded: ", loaded.sizes(), " of ", loaded.dtype().name(), " on ",
+                    loaded.device(), ", ", loaded.layout(), advice);
 }
 
 }  // namespace remat

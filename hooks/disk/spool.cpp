@@ -146,8 +146,9 @@ class SpoolFile {
             false, "remat::", user_, ": ", size,
             " bytes of a saved tensor could not be written to a file in \"", directory_.string(),
             "\".\nCause: ", words_of(code), " (after ", done,
-            " bytes).\nHint: make room there, or name another directory; what was saved before "
-            "is intact, and so is the tensor.");
+            " bytes).\n"
+            "Hint: make room there, or name another directory; tensors saved before are intact, "
+            "and so is this one.");
       }
     }
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -304,7 +304,7 @@ void HostCopy::check_arrival() {
   if (!must_arrive_ || !job_->is_over()) return;
   const std::string error = out_->take_error();
   TORCH_CHECK(error.empty(),
-              "remat: a tensor that has to wait on the CPU could not be copied there: ", error);
+              "remat: a tensor that has to be kept on the CPU could not be copied there: ", error);
 }
 
 bool HostCopy::holds_original() const { return out_->has_original(); }

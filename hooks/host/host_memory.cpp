@@ -76,11 +76,13 @@ void warn_if_host_is_short(int64_t bytes) {
     if (!room || room->free - bytes >= room->all / least_share) continue;
     if (has_warned.exchange(true)) return;
     seam::warn(c10::str(
-        "remat: memory of the host is short: of ", room->all, " bytes ",
+        "remat: the memory of the host is short: of ", room->all, " bytes ",
         std::max<int64_t>(0, room->free), " are free, and ", bytes,
-        " more are about to wait there.\nCause: what backward needs is moved to the CPU, which "
-        "has not the room for it.\nHint: move less, recompute more, or let a "
-        "SaveInTiersGuard with host_bytes move the rest to a file."));
+        " more are about to be copied there.\n"
+        "Cause: tensors that backward needs are moved to the CPU, which does not have enough "
+        "room for them.\n"
+        "Hint: move less, recompute more, or let a SaveInTiersGuard with host_bytes move the "
+        "rest to a file."));
     return;
   }
 }

@@ -48,10 +48,10 @@ std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
   if (found.is_short && !has_warned.exchange(true))
     seam::warn(c10::str(
         "remat: page-locked memory of the host is short: ", size,
-        " bytes could not be had, so copies to and from the device go through ordinary memory, in "
-        "chunks, on a thread of the library's, and take longer. At most a quarter of the machine's "
-        "memory is page-locked. Hint: move less, or give the process a larger limit of locked "
-        "memory (ulimit -l)."));
+        " bytes could not be allocated, so copies to and from the device go through ordinary "
+        "memory, in chunks, on a thread of the library, and take longer. At most a quarter of "
+        "the machine's memory is page-locked. Hint: move less, or give the process a larger "
+        "limit of locked memory (ulimit -l)."));
   return std::move(found.buffer);
 }
 

@@ -79,8 +79,10 @@ class AsNarrow final : public StoredContents {
 
 SaveAs::SaveAs(c10::ScalarType dtype) : dtype_(dtype) {
   TORCH_CHECK_VALUE(largest_of(dtype) > 0, "remat::SaveAsGuard: the type ", dtype,
-                    " was asked for.\nCause: saved tensors can be rounded to floating-point and "
-                    "complex types with a sign only.\nHint: name one, such as at::kBFloat16.");
+                    " was requested.\n"
+                    "Cause: saved tensors can be rounded to floating-point and complex types "
+                    "with a sign only.\n"
+                    "Hint: set such a type, for example at::kBFloat16.");
 }
 
 bool SaveAs::takes(const at::Tensor& tensor) const {

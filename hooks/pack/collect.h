@@ -36,10 +36,11 @@ class Collect final : public torch::autograd::SavedVariableHooks {
           "remat::checkpoint: one of the variables needed for gradient computation has been "
           "modified by an inplace operation: a tensor that a recompute saved is at version ",
           kept_.tensor._version(), "; expected version ", kept_.version,
-          " instead.\nCause: the region's function, or that of a region inside, changes it in "
-          "place and then needs it as it was.\nHint: use the out-of-place operator there, or set "
-          "inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of a region whose argument "
-          "it is.");
+          " instead.\n"
+          "Cause: the region's function, or the function of an inner region, changes it in place "
+          "and then needs its former values.\n"
+          "Hint: use the out-of-place operator there; if the tensor is an argument of a region, "
+          "set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of that region.");
     }
     return kept_.tensor;
   }

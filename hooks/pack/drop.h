@@ -48,7 +48,7 @@ class Drop final : public seam::OwnHooks {
     TORCH_CHECK(
         Inspection::current() != nullptr,
         "remat::checkpoint: compiled autograd cannot trace a region. Hint: run backward without "
-        "it.");
+        "compiled autograd.");
   }
   c10::intrusive_ptr<SlotOwner> owner_;
   int64_t position_ = -1;

@@ -38,8 +38,8 @@ class InRecompute final : public seam::OwnHooks {
  private:
   void refuse_tracing() const override {
     TORCH_CHECK(Inspection::current() != nullptr,
-                "remat::checkpoint: compiled autograd cannot trace the graph of a recompute. Hint: "
-                "run a backward inside of a region without it.");
+                "remat::checkpoint: compiled autograd cannot trace the graph of a recompute. "
+                "Hint: run a backward inside of a region without compiled autograd.");
   }
   const std::unique_ptr<torch::autograd::SavedVariableHooks> hooks_;
 };

@@ -42,7 +42,8 @@ class UserHooks final : public seam::OwnHooks {
  private:
   void refuse_tracing() const override {
     TORCH_CHECK(Inspection::current() != nullptr,
-                "remat::SavedTensorHooksGuard: compiled autograd supports Python's hooks only.");
+                "remat::SavedTensorHooksGuard: compiled autograd supports Python's hooks only. "
+                "Hint: run backward without compiled autograd.");
   }
   std::shared_ptr<detail::HookPair> pair_;
   const Surround surround_;

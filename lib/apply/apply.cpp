@@ -96,42 +96,45 @@ RefusedModule refused(const TreeModule& chosen) {
   SequentialImpl* const sequential = nullptr;
   std::string reason, cure;
   if (is_a(chosen.module, list) || is_a(chosen.module, dict)) {
-    reason = "it has no forward, so no call of it could be a region";
+    reason = "it has no forward, so it cannot be a region";
     cure = fmt::format("choose its elements: name={}", children);
   } else if (is_a(chosen.module, sequential)) {
-    reason = "a Sequential is called through its own type, where nothing can step in";
+    reason = "a Sequential is called through its own type, so remat cannot intercept the call";
     cure = fmt::format(
-        "choose its elements, name={}; or cut it where it is called: "
-        "remat::checkpoint_sequential(sequential, segments, x)",
+        "choose its elements (name={}), or call remat::checkpoint_sequential(sequential, "
+        "segments, x)",
         children);
   } else if (is_a(chosen.parent, list)) {
-    reason = "an element of a ModuleList is called through its own type, where nothing can step in";
+    reason =
+        "an element of a ModuleList is called through its own type, so remat cannot "
+        "intercept the call";
     cure = fmt::format(
-        "push_back({0}(...)) where the list is made, and "
-        "list[i]->as<{0}>()->forward(...) where it is called",
+        "fill the list with push_back({0}(...)), and call list[i]->as<{0}>()->forward(...)",
         checkpointed_type(chosen));
   } else if (is_a(chosen.parent, dict)) {
-    reason = "an element of a ModuleDict is called through its own type, where nothing can step in";
+    reason =
+        "an element of a ModuleDict is called through its own type, so remat cannot "
+        "intercept the call";
     cure = fmt::format(
-        "put a {0}(...) in where the dictionary is made, and "
-        "dict[\"{1}\"]->as<{0}>()->forward(...) where it is called",
+        "put a {0}(...) into the dictionary, and call dict[\"{1}\"]->as<{0}>()->forward(...)",
         checkpointed_type(chosen), chosen.name);
   } else if (is_a(chosen.parent, sequential)) {
-    reason = "it is registered in the Sequential, which calls another module in its place";
-    cure =
-        "make the Sequential anew with the module: replace_module() changes what is registered, "
-        "and not what is called";
+    reason =
+        "replace_module() registered it in the Sequential, but the Sequential still calls "
+        "the former module";
+    cure = "build the Sequential again with this module";
   } else if (chosen.parent == nullptr) {
     reason =
-        "the program calls the root of the tree through its own type, where nothing can step in";
-    cure = fmt::format(
-        "remat::checkpoint(module, ...) where it is called, or {}(...) where it is made",
-        checkpointed_type(chosen));
+        "the program calls the root of the tree through its own type, so remat cannot intercept "
+        "the call";
+    cure = fmt::format("call remat::checkpoint(module, ...), or create the module as {}(...)",
+                       checkpointed_type(chosen));
   } else {
     const std::string owner = last_part(written_type(*chosen.parent));
     reason = fmt::format(
-        "{} calls its member through the member's own type, where nothing can step in", owner);
-    cure = fmt::format("{} at the declaration of the member {} in {}", checkpointed_type(chosen),
+        "{} calls its member through the member's own type, so remat cannot intercept the call",
+        owner);
+    cure = fmt::format("declare the member {1} of {2} as {0}", checkpointed_type(chosen),
                        chosen.name, owner);
   }
   return {chosen.path, type, std::move(reason), std::move(cure)};
@@ -170,14 +173,17 @@ AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
       all_or_nothing ? "remat::require_checkpointing" : "remat::apply_checkpointing";
   TORCH_CHECK_VALUE(
       has_condition(choice), verb,
-      ": the choice had no condition. Cause: all modules would be regions in each other. Hint: "
-      "choose by name, type or a function: {.type = \"Bottleneck\", .every = 2}.");
+      ": the choice had no condition. Cause: every module would become a region inside the "
+      "region of its parent. Hint: choose by name, type or a function: "
+      "{.type = \"Bottleneck\", .every = 2}.");
   TORCH_CHECK_VALUE(options == nullptr || options->enabled, verb,
-                    ": ModuleOptions::enabled was false. Cause: this switches on. Hint: "
-                    "remat::remove_checkpointing, or remat::set_checkpointing(root, false).");
+                    ": ModuleOptions::enabled was false. Cause: this function only switches "
+                    "regions on. Hint: call remat::remove_checkpointing(root), or "
+                    "remat::set_checkpointing(root, false).");
   TORCH_CHECK_VALUE(options == nullptr || options->level >= 0, verb, ": ModuleOptions::level was ",
                     options == nullptr ? 0 : options->level,
-                    ". Hint: 0 for never, 1 and up for the level that turns it on.");
+                    ". Hint: set 0 for never, or the checkpoint level from which the module is a "
+                    "region (1 or more).");
   TORCH_CHECK_VALUE(!choice.policy || options == nullptr || !options->checkpoint.policy, verb,
                     ": the choice had a policy, and the options had one. Hint: leave one out, or "
                     "join them with |.");
@@ -195,7 +201,8 @@ AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
     std::string lines;
     for (const RefusedModule& each : done.refused) lines += "\n  " + line_of(each);
     TORCH_CHECK_VALUE(false, verb, ": ", done.refused.size(), " of ", chosen.size(),
-                      " chosen modules cannot be regions from outside; nothing was changed.",
+                      " chosen modules cannot be made regions from outside; no module was "
+                      "changed.",
                       lines);
   }
   for (const Way& way : ways)
@@ -237,7 +244,7 @@ UnusedRegion unused(const Way& way) {
   if (way.stand_in != nullptr) {
     found.reason = fmt::format(
         "{} was switched on as an element of a Sequential, and its parameters are in the graph, "
-        "but what the Sequential calls was never called: the module was, through its own type",
+        "but the Sequential never called it: the program called the module through its own type",
         in_words(module.path, found.type));
     found.cure = fmt::format(
         "call the Sequential, or its elements (for (auto& element : *sequential) x = "
@@ -247,13 +254,15 @@ UnusedRegion unused(const Way& way) {
   }
   found.reason = fmt::format(
       "{} is switched on, and its parameters are in the graph, but its own forward was never "
-      "called: that of {} was, which is not virtual, or those of its children",
+      "called: the program called the forward of {}, which is not virtual, or the forwards of "
+      "its children",
       in_words(module.path, found.type), plain);
   const std::string checkpointed = checkpointed_type(module);
   if (way.element != nullptr)
-    found.cure =
-        fmt::format("push_back() it as a {}: the Sequential was given a {}, which it calls",
-                    checkpointed, plain);
+    found.cure = fmt::format(
+        "add it with push_back() as a {}: the Sequential holds a {}, and calls that "
+        "one",
+        checkpointed, plain);
   else if (dynamic_cast<torch::nn::ModuleListImpl*>(module.parent) != nullptr ||
            dynamic_cast<torch::nn::ModuleDictImpl*>(module.parent) != nullptr ||
            dynamic_cast<SequentialImpl*>(module.parent) != nullptr)
@@ -261,7 +270,8 @@ UnusedRegion unused(const Way& way) {
                              checkpointed, plain);
   else
     found.cure = fmt::format(
-        "hold and call it as a {0}, instead of a holder, shared pointer or reference of {1}",
+        "hold and call it as a {0}, instead of through a holder, shared pointer or reference of "
+        "{1}",
         checkpointed, plain);
   return found;
 }
@@ -308,7 +318,7 @@ std::vector<UnusedRegion> unused_regions(torch::nn::Module& root, const at::Tens
   TORCH_CHECK_VALUE(
       result.defined() && result.requires_grad(),
       "remat::unused_regions: the result had no graph. Cause: it does not require grad, or was "
-      "computed without grad mode. Hint: pass what backward is called on.");
+      "computed without grad mode. Hint: pass the tensor on which backward is called.");
   const Reached graph({torch::autograd::impl::gradient_edge(result)});
   std::vector<UnusedRegion> found;
   for (const TreeModule& each : tree_of(root)) {

@@ -16,9 +16,10 @@ namespace remat {
 namespace {
 
 constexpr std::string_view conditions_text =
-    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is "
-    "anything but a dot, `**` anything, `|` stands between several), type (of classes, the same "
-    "way), every (a number from 1 up) and policy (text for Policy::parse); for example "
+    "Hint: write conditions as key=value, separated by commas. The keys are name (a pattern of "
+    "paths: `*` matches anything except a dot, `**` matches anything, `|` separates "
+    "alternatives), type (a pattern of class names, in the same syntax), every (a number of at "
+    "least 1) and policy (text for Policy::parse); for example "
     "\"every=2,name=layers.*,type=Bottleneck\".";
 
 void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::string& name,
@@ -70,12 +71,12 @@ std::string text_of(const ModuleChoice& choice) {
 
 void check(const ModuleChoice& choice, std::string_view verb) {
   TORCH_CHECK_VALUE(choice.every >= 1, verb, ": ModuleChoice::every was ", choice.every,
-                    ". Hint: 1 for each, 2 for every second, and so on.");
+                    ". Hint: set 1 for each match, 2 for every second match, and so on.");
   for (const std::string* const patterns : {&choice.name, &choice.type})
     if (!patterns->empty())
       for (const std::string_view pattern : split(*patterns, '|'))
         TORCH_CHECK_VALUE(!pattern.empty(), verb, ": a pattern in \"", *patterns,
-                          "\" was empty. Hint: write something before and after each `|`.");
+                          "\" was empty. Hint: write a pattern before and after each `|`.");
 }
 
 [[noreturn]] void throw_nothing_chosen(const std::vector<TreeModule>& tree,
@@ -88,16 +89,16 @@ void check(const ModuleChoice& choice, std::string_view verb) {
                                   written_type(*each.module)));
   if (tree.size() > most) there.push_back(fmt::format("and {} more", tree.size() - most));
   TORCH_CHECK_VALUE(
-      false, verb, ": no module of the tree fits \"", text_of(choice), "\". Cause: the tree has ",
-      fmt::format("{}", fmt::join(there, ", ")),
-      ". Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of "
-      "layers, `layers.**` all below it.");
+      false, verb, ": no module of the tree matches \"", text_of(choice),
+      "\". Cause: the tree has ", fmt::format("{}", fmt::join(there, ", ")),
+      ". Hint: choose some of these. In paths, `*` matches anything except a dot: `layers.*` are "
+      "the children of layers, `layers.**` all modules below it.");
 }
 
 [[noreturn]] void refuse_text(std::string_view text, std::string_view part,
                               const std::string& cause) {
   TORCH_CHECK_VALUE(false, "remat::ModuleChoice::parse: \"", part, "\" in \"", text,
-                    "\" was no condition. Cause: ", cause, ". ", conditions_text);
+                    "\" was not a condition. Cause: ", cause, ". ", conditions_text);
 }
 
 }  // namespace
@@ -140,7 +141,7 @@ ModuleChoice ModuleChoice::parse(std::string_view text) {
     const std::string_view key = trimmed(part.substr(0, equals));
     const std::string_view value = trimmed(part.substr(equals + 1));
     if (std::ranges::find(seen, key) != seen.end())
-      refuse_text(text, part, fmt::format("the key {} stands there twice", key));
+      refuse_text(text, part, fmt::format("the key {} appears twice", key));
     seen.push_back(key);
     if (key != "name" && key != "type" && key != "every" && key != "policy")
       refuse_text(text, part, fmt::format("there is no key \"{}\"", key));
@@ -149,7 +150,7 @@ ModuleChoice ModuleChoice::parse(std::string_view text) {
       const char* const end = value.data() + value.size();
       const auto [stopped, error] = std::from_chars(value.data(), end, choice.every);
       if (error != std::errc() || stopped != end || choice.every < 1)
-        refuse_text(text, part, fmt::format("\"{}\" is no number from 1 up", value));
+        refuse_text(text, part, fmt::format("\"{}\" is not a number of at least 1", value));
       continue;
     }
     if (key == "policy") {

@@ -456,9 +456,9 @@ void run_in_budget(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     far = far_device_of(arguments);
     hash = hash_of_call(traits, arguments);
     if (far.has_value() && is_capturing(stream_of(*far)))
-      throw_unsupported("a graph of the device was captured inside a budget",
-                        "a captured graph runs without the operators that a budget sees",
-                        "capture it outside of the BudgetGuard");
+      throw_unsupported("a device graph was captured inside a budget",
+                        "a replay of the graph bypasses the operators that a budget records",
+                        "capture the graph outside of the BudgetGuard");
     room.emplace(runtime, hash);
   }
   Call call(op, traits, kind, runtime, hash, far);

@@ -31,23 +31,23 @@ namespace {
 BudgetOptions checked(BudgetOptions options) {
   TORCH_CHECK_VALUE(
       options.bytes > 0, "remat::BudgetGuard: bytes was ", options.bytes,
-      ". Hint: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
+      ". Hint: set a number of bytes above 0, or INT64_MAX for a report without a limit.");
   TORCH_CHECK_VALUE(options.min_bytes >= -1, "remat::BudgetGuard: min_bytes was ",
                     options.min_bytes,
                     ". Hint: give 0 or more, or -1 for a thousandth of the budget.");
   if (!options.device.is_cpu() && options.device.type() != present_accelerator())
-    throw_unsupported("a budget was asked for on " + options.device.str(),
+    throw_unsupported("a budget was requested on " + options.device.str(),
                       "this process has no such accelerator",
-                      "name the CPU, or an accelerator that LibTorch can use");
+                      "set the CPU, or an accelerator that LibTorch can use");
   options.device = with_index(options.device);
   if (!options.device.is_cpu() && options.check_values)
-    throw_unsupported("a budget of " + options.device.str() + " was to check values",
-                      "contents are hashed where they are dropped, and a device would have to be "
-                      "waited for there",
-                      "leave check_values out, or check the program on the CPU");
+    throw_unsupported("check_values was set for a budget of " + options.device.str(),
+                      "each dropped value is hashed when it is dropped, and on an accelerator "
+                      "the program would have to wait for that",
+                      "leave check_values off, or check the program on the CPU");
   if (detail::innermost_region() != nullptr)
     throw_unsupported("a budget was opened inside a region",
-                      "what a region saves is the region's, which recomputes it",
+                      "a region recomputes its saved tensors itself, so a budget cannot drop them",
                       "open the BudgetGuard around the region");
   return options;
 }
@@ -117,10 +117,11 @@ void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes, boo
   const BudgetExceeded error(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
       fmt::format(
-          "remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing "
-          "more could be dropped.\nCause: what operators read and write, and what the program "
-          "holds, is over the budget by itself.\nHint: ask for {} bytes or more, or let "
-          "OverBudget::Continue exceed the budget.",
+          "remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and "
+          "nothing more could be dropped.\n"
+          "Cause: the tensors that the program holds, with the ones that the operator reads and "
+          "writes, exceed the budget.\n"
+          "Hint: set {} bytes or more, or let OverBudget::Continue exceed the budget.",
           bytes, needed),
       needed, floor);
   raise_in_binding(error);

@@ -38,8 +38,8 @@ std::unique_ptr<Spool> spool_in(const MoveOptions& options, c10::Device device) 
   TORCH_CHECK_VALUE(options.min_bytes >= 0, "remat::BudgetGuard: moving's min_bytes was ",
                     options.min_bytes, ". Hint: give 0 or more.");
   TORCH_CHECK_VALUE(!device.is_cpu() || !options.directory.empty(),
-                    "remat::BudgetGuard: moving names no directory, and the CPU's values have "
-                    "nowhere else to go. Hint: name a directory.");
+                    "remat::BudgetGuard: moving has no directory, and values of the CPU can be "
+                    "moved only to a file. Hint: set a directory.");
   return options.directory.empty() ? nullptr
                                    : std::make_unique<Spool>(options.directory, "BudgetGuard");
 }

@@ -49,12 +49,12 @@ class RerunError final : public c10::Error {
   throw RerunError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
       c10::str(
-          "remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so "
-          "that ",
-          record.traits->name,
-          " cannot run again.\nCause: it was written to where the budget does not see it: by "
-          "another thread, after the guard's scope had ended, or past LibTorch's operators.\nHint: "
-          "write to it inside the scope, after the backward, or raise the budget."));
+          "remat::BudgetGuard: an input of a dropped value has changed, so ", record.traits->name,
+          " cannot run again.\n"
+          "Cause: the budget did not see the write: it was done by another thread, after the end "
+          "of the guard's scope, or past LibTorch's operators.\n"
+          "Hint: write to the tensor inside the scope, or after the backward, or raise the "
+          "budget."));
 }
 
 [[noreturn]] void throw_other_settings(const Record& record, uint32_t now) {
@@ -62,19 +62,21 @@ class RerunError final : public c10::Error {
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
       c10::str("remat::BudgetGuard: ", difference_of_settings(record.settings, now),
                " has changed between forward and backward, so that ", record.traits->name,
-               " could give other results when it runs again.\nCause: the setting belongs to the "
-               "process, and a rerun cannot set it for itself.\nHint: set it back before the "
-               "backward, or raise the budget."));
+               " could give other results when it runs again.\n"
+               "Cause: the setting applies to the whole process, so a rerun cannot change it for "
+               "itself.\n"
+               "Hint: restore the setting before the backward, or raise the budget."));
 }
 
 [[noreturn]] void throw_other_results(const Record& record) {
   throw RerunError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
       c10::str("remat::BudgetGuard: ", record.traits->name,
-               " gave other results when it ran again (BudgetOptions::check_values).\nCause: the "
-               "operator is not deterministic, leaves bytes of its results unwritten, or reads "
-               "something that was changed past LibTorch's operators.\nHint: use a deterministic "
-               "operator, or do not change what it reads before the backward."));
+               " gave other results when it ran again (BudgetOptions::check_values).\n"
+               "Cause: the operator is not deterministic, leaves bytes of its results unwritten, "
+               "or has an input that was changed past LibTorch's operators.\n"
+               "Hint: use a deterministic operator, or do not change its inputs before the "
+               "backward."));
 }
 
 /// Transforms around a backward (`is_grads_batched`, `torch.func.vmap`), which reruns exclude.

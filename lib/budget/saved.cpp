@@ -133,8 +133,8 @@ Saved::~Saved() {
 
 void Saved::refuse_tracing() const {
   TORCH_CHECK(Inspection::current() != nullptr,
-              "remat::BudgetGuard: compiled autograd cannot trace what a budget keeps. Hint: run "
-              "backward without it.");
+              "remat::BudgetGuard: compiled autograd cannot trace tensors that were saved under "
+              "a budget. Hint: run backward without compiled autograd.");
 }
 
 }  // namespace remat::budget

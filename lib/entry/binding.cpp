@@ -38,8 +38,9 @@ BackwardMark::~BackwardMark() {
 void BackwardMark::finish(const torch::autograd::variable_list& gradients,
                           const torch::autograd::variable_list& given) {
   TORCH_CHECK_VALUE(!has_ended_,
-                    "remat::BackwardMark: finish was called twice.\nCause: the backward is over "
-                    "since the first call.\nHint: make a mark for each backward.");
+                    "remat::BackwardMark: finish was called twice.\n"
+                    "Cause: the first call ended the backward.\n"
+                    "Hint: create one mark for each backward.");
   has_ended_ = true;
   backward_ended(gradients, given);
   backward_returned();

@@ -100,7 +100,7 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
                     options.prepare_ahead, ".\nHint: give 0 or more.");
   if (!has_stack_room())
     throw_unsupported("regions are nested too deep for this thread's stack",
-                      "each region runs inside the one around it",
+                      "each region runs on the stack of the region around it",
                       "nest less deep, or use a thread with a larger stack");
 }
 
@@ -114,7 +114,7 @@ constexpr Obstacle in_transform{
     "a recompute runs outside the transform, and torch.func.grad refuses "
     "saved-tensor hooks"};
 constexpr Obstacle has_tangent{"an argument carries a forward-mode tangent",
-                               "forward-mode AD does not see what a recompute does"};
+                               "forward-mode AD cannot follow a recompute"};
 
 /// Warns once that regions run plainly; throws if the options refuse that.
 void accept(const Obstacle& obstacle, const CheckpointOptions& options) {
@@ -138,11 +138,11 @@ namespace detail {
 
 void refuse_shared_argument() {
   remat::throw_unsupported(
-      "an argument was passed whose copies share their tensors",
-      "its type offers visit_tensors, but copying it copies a handle; the region takes "
-      "the tensors out of its own copy, which would take them out of yours",
-      "let the copy constructor copy the tensors' handles, or pass the tensors "
-      "themselves");
+      "an argument's copies share their tensors with it",
+      "its type has visit_tensors, but a copy of it is a handle to the same tensors; the region "
+      "takes the tensors out of its own copy, which would take them out of the caller's "
+      "argument, too",
+      "let the copy constructor copy the tensor handles, or pass the tensors themselves");
 }
 
 }  // namespace detail
@@ -237,9 +237,9 @@ void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
   if (plain_ != nullptr) return user_scope_.reset();
   TORCH_CHECK_VALUE(
       scope_ != nullptr,
-      "remat::ForwardRun: finish was called on a run that is over.\nCause: it was "
-      "called before, or a recompute around has ended the run (has_ended).\nHint: call "
-      "it once, where the function has returned.");
+      "remat::ForwardRun: finish was called on a run that had ended.\n"
+      "Cause: it was called before, or a recompute around the run ended it (see has_ended).\n"
+      "Hint: call it once, after the function has returned.");
   auto& scope = static_cast<ForwardScope&>(*scope_);
   scope.wait_for_engine(visit_result);
   scope.scripts()->end();

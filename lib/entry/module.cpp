@@ -95,7 +95,9 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
 
 void ModuleRegion::set_options(ModuleOptions options) {
   TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
-                    options.level, ". Hint: 0 for never, 1 and up for the level that turns it on.");
+                    options.level,
+                    ". Hint: set 0 for never, or the checkpoint level from which "
+                    "the module is a region (1 or more).");
   // The policy can be set in two places; the region and its warnings read the one in its options.
   if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
   options.checkpoint.buffers =
@@ -132,9 +134,8 @@ std::shared_ptr<torch::nn::Module> ModuleRegion::owner() const {
   auto owner = owner_->weak_from_this().lock();
   TORCH_CHECK_VALUE(
       owner != nullptr, "remat::Checkpointed: a ", c10::demangle(type_.name()),
-      " was called that no shared pointer owns. Cause: backward runs it again, so the "
-      "graph must keep it alive. Hint: make it through remat::Checkpointed or "
-      "std::make_shared.");
+      " was called, but no shared pointer owns it. Cause: backward runs the module again, so the "
+      "graph must keep it alive. Hint: create it with remat::Checkpointed or std::make_shared.");
   return owner;
 }
 
@@ -183,10 +184,10 @@ ModuleRegion* region_of(torch::nn::Module& module) {
 }
 
 void refuse_sliced_clone(const std::type_info& wanted) {
-  TORCH_CHECK(false, "remat::Checkpointed: a module was cloned whose clone() does not make a ",
+  TORCH_CHECK(false, "remat::Checkpointed: the clone() of a module did not return a ",
               c10::demangle(wanted.name()),
-              ". Cause: it inherits clone() from a base class. Hint: derive it from "
-              "torch::nn::Cloneable of itself, or override clone().");
+              ". Cause: the module inherits clone() from a base class. Hint: derive it from "
+              "torch::nn::Cloneable of its own type, or override clone().");
 }
 
 template <class Do>

@@ -33,7 +33,7 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
   for (const auto& named : options.modules) {
     TORCH_CHECK_VALUE(named != nullptr,
                       "remat::checkpoint: a module in CheckpointOptions::modules was null. Hint: "
-                      "name modules that exist, holder.ptr() for a holder.");
+                      "list existing modules; for a holder, list holder.ptr().");
     visitor(*named);
   }
 }
@@ -94,8 +94,9 @@ void refuse_null_module() {
   TORCH_CHECK_VALUE(
       false,
       "remat::checkpoint: the module to call was a null pointer. Cause: as<T>(), ptr<T>() and "
-      "dynamic casts return one where the module is of another type; or the holder is empty. Hint: "
-      "name the type that the module has (typeid(module) says), or make the module first.");
+      "dynamic casts return null if the module is of another type; an empty holder has a null "
+      "pointer, too. Hint: name the module's own type (see typeid(module)), or create the module "
+      "first.");
 }
 
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,

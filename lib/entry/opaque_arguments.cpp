@@ -56,13 +56,13 @@ void warn_of_opaque_arguments(Frame& frame,
         "remat::checkpoint: argument ", number, " of ",
         name.empty() ? "a region without a name" : "region \"" + name + "\"",
         ", counted from 0, is a ", type_name,
-        " that holds a tensor which the region saved, but it has no visit_tensors. Cause: it is "
-        "copied as a captured tensor is, so that its tensors, and the graph behind them, stay in "
-        "memory although the region lies in another one, which would compute them again. Hint: "
-        "write `template <class Visitor> void visit_tensors(",
+        ". It holds a tensor that the region saved, but it has no visit_tensors. Cause: without "
+        "visit_tensors its tensors, and the graph behind them, stay in memory, although the "
+        "enclosing region would compute them again. Hint: write `template <class Visitor> void "
+        "visit_tensors(",
         type_name,
-        "& value, Visitor&& visit)` beside the type, which calls visit(tensor) for each of "
-        "its tensors; or pass the tensors as arguments of their own."));
+        "& value, Visitor&& visit)` in the namespace of the type, and let it call visit(tensor) "
+        "for each of its tensors; or pass the tensors as separate arguments."));
   });
 }
 

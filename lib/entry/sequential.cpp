@@ -27,12 +27,12 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
                         int64_t segments, at::Tensor input, const SequentialOptions& options) {
   const auto num_stages = static_cast<int64_t>(stages.size());
   TORCH_CHECK_VALUE(segments >= 1 && segments <= num_stages,
-                    "remat::checkpoint_sequential: ", num_stages, " stages were to be cut into ",
-                    segments, " segments. Hint: ask for 1 to ", num_stages, " segments.");
+                    "remat::checkpoint_sequential: ", num_stages, " stages cannot be cut into ",
+                    segments, " segments. Hint: set 1 to ", num_stages, " segments.");
   for (int64_t i = 0; i < num_stages; ++i)
     TORCH_CHECK_VALUE(stages[static_cast<std::size_t>(i)] != nullptr,
                       "remat::checkpoint_sequential: stage ", i,
-                      " (counted from 0) was empty. Hint: give it a function.");
+                      " (counted from 0) was empty. Hint: pass a function.");
 
   const int64_t length = num_stages / segments;
   // The first of them are one stage longer; torch leaves the rest to the last segment.
@@ -94,7 +94,8 @@ at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments,
       TORCH_CHECK_VALUE(tensor != nullptr, "remat::checkpoint_sequential: stage ", position,
                         " (counted from 0, ", c10::demangle(module.type_info().name()),
                         ") returned a ", c10::demangle(result.type_info().name()),
-                        " and no tensor. Hint: wrap it in a module or function that returns one.");
+                        " instead of a tensor. Hint: wrap it in a module or function that "
+                        "returns a tensor.");
       return *tensor;
     });
     modules.push_back(module.ptr());

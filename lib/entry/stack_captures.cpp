@@ -32,11 +32,11 @@ void warn_of_stack_captures(const FunctionFacts& facts, const std::string& name)
   seam::warn(c10::str(
       "remat::checkpoint: the function of ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
-      " holds the address of a local variable of its caller. Cause: it captures by reference "
-      "([&]), or a pointer to an object on the stack; backward runs it again, and crashes if "
-      "the variable is gone by then. Hint: capture by value ([=], a module's holder is a shared "
-      "pointer), or pass the variable as an argument; nothing, if backward ends before the "
-      "variable does."));
+      " holds the address of a local variable of its caller. Cause: the function captures by "
+      "reference ([&]), or captures a pointer to an object on the stack. Backward runs the "
+      "function again, and crashes if the variable no longer exists. Hint: capture by value "
+      "([=]; a module's holder is a shared pointer), or pass the variable as an argument. If "
+      "backward ends before the variable does, no change is needed."));
 }
 
 }  // namespace remat

@@ -116,13 +116,13 @@ void Filler::warn_of_survivors(bool has_run_backward) const {
   seam::warn(c10::str(
       "remat::checkpoint: a tensor that a recompute of ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
-      " computed is still there after it. Cause: the function puts it into a variable outside (a "
-      "list of auxiliary losses, a member that holds an attention map), once in forward and again "
-      "in each recompute: what it appends to counts twice, and the recompute's graph stays in "
-      "memory; or a custom Function keeps its own output in its context, which only a backward "
-      "through it could free. Hint: save such an output with save_for_backward; return the "
-      "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
-      "it only if !remat::is_recomputing()."));
+      " computed is still alive after the recompute. Cause: the function stores it outside (in a "
+      "list of auxiliary losses, in a member that holds an attention map), once in forward and "
+      "again in each recompute: an appended tensor counts twice, and the recompute's graph stays "
+      "in memory. Or a custom Function keeps its own output in its context, which only a "
+      "backward through that output could free. Hint: return the tensor from the function (in a "
+      "tuple, a vector, a struct with visit_tensors), or store it only if "
+      "!remat::is_recomputing(); in a custom Function, save the output with save_for_backward."));
 }
 
 }  // namespace remat

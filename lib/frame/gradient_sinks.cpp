@@ -16,10 +16,10 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 
 constexpr char through_outside[] =
-    "a backward inside a region accumulates, through a captured tensor, into a leaf from outside";
+    "a backward inside a region accumulated into an outside leaf through a captured tensor";
 constexpr char with_hooks[] =
-    "a gradient was taken inside a region of a captured leaf that has hooks and into which another "
-    "backward of the region accumulates";
+    "a gradient was taken inside a region with respect to a captured leaf that has hooks, and "
+    "another backward of the region accumulates into that leaf";
 
 template <class Visitor>
 void visit_leaves_below(const edge_list& roots, Visitor&& visitor) {

@@ -15,12 +15,13 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 
 constexpr char beyond[] =
-    "a gradient was taken inside a region of a tensor that is reached through the history of an "
-    "argument";
-constexpr char hooks[] = "a gradient was taken inside a region of an argument that has hooks";
+    "a gradient was taken inside a region with respect to a tensor in the history of an argument";
+constexpr char hooks[] =
+    "a gradient was taken inside a region with respect to an argument that "
+    "has hooks";
 constexpr char original[] =
-    "a gradient was taken inside a region that counts both an argument and the same tensor as a "
-    "capture";
+    "a gradient was taken inside a region with respect to a tensor that is both an argument and "
+    "a capture";
 
 bool has(const edge_list& edges, const GradientPlace& place) {
   return std::any_of(edges.begin(), edges.end(),
@@ -96,9 +97,10 @@ const char* against(const AskedOfInputs& asked, const Inputs& inputs,
 void refuse_backward(const Region& region, const char* reason) {
   throw_unsupported(
       region, reason,
-      "a recompute has its arguments without their history and their hooks, so that its "
-      "backward would give another gradient than forward's did",
-      "take the gradient outside the region, or of a tensor that the function makes");
+      "in a recompute the arguments have no history and no hooks, so this gradient would differ "
+      "from that of forward",
+      "take the gradient outside the region, or with respect to a tensor that the function "
+      "creates");
 }
 
 }  // namespace remat

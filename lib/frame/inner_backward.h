@@ -43,8 +43,8 @@ const char* against(const AskedOfInputs& asked, const Inputs& inputs,
 
 /// The reason for a hook that did not exist yet when forward ran the backward.
 inline constexpr char hook_after_backward[] =
-    "a gradient was taken inside a region whose function later registers a hook on a tensor from "
-    "outside";
+    "a gradient was taken inside a region whose function later registered a hook on an outside "
+    "tensor";
 
 [[noreturn]] void refuse_backward(const Region& region, const char* reason);
 

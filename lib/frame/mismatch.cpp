@@ -63,8 +63,8 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
       "differences in detach and an early end of the recompute are expected.";
   text += forward.keeps_stacks
               ? "\n"
-              : " REMAT_DEBUG_STACKS=1 in the environment shows where the first that differs was "
-                "called.\n";
+              : " Set REMAT_DEBUG_STACKS=1 in the environment to see where the first different "
+                "operator was called.\n";
   if (first.number >= 0) {
     text += fmt::format("First difference: operator {}.\n  forward:   {}\n  recompute: {}\n",
                         first.number, first.forward.empty() ? "(none)" : first.forward,
@@ -145,21 +145,21 @@ std::string seen_text(const Differences& differences) {
       "run one forward outside regions before training (under a remat::DisableCheckpointGuard)";
   if (differences.has_other_members)
     return fmt::format(
-        "Seen: the function's module has other parameters or modules than when forward began: it "
-        "makes them in its first forward, and the recompute finds them made; {}.\n",
+        "Seen: the function's module has other parameters or modules than when forward began. It "
+        "creates them in its first forward, and they exist already in the recompute: {}.\n",
         advice);
   if (differences.function_writes)
     return fmt::format(
-        "Seen: the function itself writes to a captured tensor. If that is what its first forward "
-        "initialises (activation normalisation, a cache that is filled once), {}; if it is state that each "
-        "forward updates, make its module the region's function or name it in "
+        "Seen: the function itself writes to a captured tensor. If only its first forward does "
+        "this (activation normalization, a cache that is filled once), {}. If each forward "
+        "updates the tensor, make its module the region's function, or name it in "
         "CheckpointOptions::modules.\n",
         advice);
   if (differences.has_new_state)
-    return "Seen: the recompute computed with a captured tensor whose history was made after "
-           "forward began: state that the function, or a later call, assigns anew (the potential of "
-           "a spiking neuron, a hidden state), or a value that its first forward computes and keeps. "
-           "Pass it as an argument, and return the new one.\n";
+    return "Seen: the recompute used a captured tensor whose history was made after forward "
+           "began. Either the function, or a later call, assigns the variable anew (the "
+           "potential of a spiking neuron, a hidden state), or its first forward computes a "
+           "value and keeps it. Pass the tensor as an argument, and return the new one.\n";
   return {};
 }
 
@@ -213,11 +213,11 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         "A parameter, buffer or captured tensor changed between the forward and the "
         "recompute, so the gradient would be wrong.",
         seen +
-            "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
-            "between forward and backward does this). A tensor without grad that the function makes and "
-            "leaves in an outside variable counts as captured too.\nHint: call backward before the change, pass "
-            "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
-            "recompute with the new value.\n",
+            "Cause: it was changed in place, given other storage, or replaced. An optimizer step "
+            "between forward and backward does this. A tensor without grad that the function "
+            "creates and stores in an outside variable counts as captured, too.\n"
+            "Hint: call backward before the change, pass the tensor as an argument, or set "
+            "capture_check = CaptureCheck::Ignore to recompute with the new value.\n",
         std::move(differences.changed_captures()), log);
   if (!differences.metadata.empty())
     throw_with(
@@ -225,17 +225,20 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         "Recomputed values for the following tensors have different metadata than during the "
         "forward pass.",
         seen +
-            "Cause: the function did not compute the same again (a branch on outside state, a cache that "
-            "each call extends, a changed flag, an initialisation in its first forward).\nHint: make it depend on its arguments and on unchanged captures "
-            "only, or run the region without remat::checkpoint.\n",
+            "Cause: the recompute did not repeat the computation of forward (a branch on outside "
+            "state, a cache that each call extends, a changed flag, an initialization in the "
+            "first forward).\n"
+            "Hint: let the function depend on its arguments and on unchanged captures only, or "
+            "run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
   throw_with(
       region, Kind::ValueMismatch,
       "Recomputed values for the following tensors have different contents than during the forward pass.",
-      "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
-      "unregistered generator, a parameter changed through .data(), or a counter that it reads: a step "
-      "number, annealing, warm-up).\nHint: make the kernels deterministic, call backward before parameters "
-      "change, and pass such a number as an argument: the recompute gets forward's.\n",
+      "Cause: the recompute computed other numbers than forward (nondeterministic kernels, an "
+      "unregistered generator, a parameter changed through .data(), or a counter that it reads: "
+      "a step number, annealing, warm-up).\n"
+      "Hint: make the kernels deterministic, call backward before parameters change, and pass "
+      "such a counter as an argument: a recompute gets its value of forward.\n",
       std::move(differences.contents), log);
 }
 
@@ -258,17 +261,19 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
                 "pass."
               : "A different number of tensors was saved during the original forward and "
                 "recomputation.";
-  raise(
-      region,
-      fmt::format(
-          "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}{}"
-          "Cause: the function did not run the same operators again (a branch on outside "
-          "state, a changed flag, an initialisation in its first forward, another grad mode).\nHint: make it depend on its arguments "
-          "and on unchanged captures only.\n{}",
-          fact, title(region), forward_count, recompute_count,
-          is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind), seen,
-          operators_text(region, log)),
-      facts);
+  raise(region,
+        fmt::format(
+            "remat::checkpoint: {} In {}.\n"
+            "  forward:   {} tensors\n"
+            "  recompute: {} tensors{}\n"
+            "{}{}Cause: the recompute did not run the operators of forward (a branch on outside "
+            "state, a changed flag, an initialization in the first forward, another grad mode).\n"
+            "Hint: let the function depend on its arguments and on unchanged captures only.\n"
+            "{}",
+            fact, title(region), forward_count, recompute_count,
+            is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind), seen,
+            operators_text(region, log)),
+        facts);
 }
 
 }  // namespace remat

@@ -57,7 +57,7 @@ std::string changed_argument(const Region& region, const About& about, uint32_t 
       "one of the variables needed for gradient computation has been modified by an inplace "
       "operation: tensor {} of the arguments of {}, counted from 0{}, {}.\n",
       about.number, title(region), apposition(about.tensor),
-      then == now ? "was written to through another one that shares its memory"
+      then == now ? "was written to through another tensor that shares its memory"
                   : fmt::format("is at version {}; expected version {} instead", now, then));
 }
 
@@ -67,12 +67,15 @@ void throw_changed_buffer(const Region& region, const std::string& name) {
   throw_about(
       region, Kind::CaptureChanged, {-1, "other contents", "these contents", name},
       fmt::format(
-          "The recompute left {} with other contents than forward did, so the gradient would be wrong. In {}.\n"
-          "Cause: the function writes to the buffer, and what it writes depends on state that a recompute cannot put "
-          "back (a member that counts calls, a list, a file); neither what the buffer held when forward began nor what "
-          "forward left in it gives the same again.\n"
-          "Hint: keep that state in a buffer (register_buffer), pass it as an argument, or write to the buffer outside of "
-          "the region; with BufferPolicy::Ignore the recompute takes the buffer as it is.",
+          "The recompute left {} with other contents than forward did, so the gradient would be "
+          "wrong. In {}.\n"
+          "Cause: the function writes values to the buffer that depend on state which a "
+          "recompute cannot restore (a member that counts calls, a list, a file). The recompute "
+          "gave other values both from the buffer as it was before forward, and from the buffer "
+          "as it was after.\n"
+          "Hint: keep that state in a buffer (register_buffer), pass it as an argument, or write "
+          "to the buffer outside of the region; with BufferPolicy::Ignore the recompute uses the "
+          "buffer as it is.",
           name, title(region)));
 }
 
@@ -86,33 +89,35 @@ void throw_changed_argument(const Region& region, int64_t number, const TensorId
   throw_about(
       region, Kind::InputChanged, about,
       fmt::format(
-          "{}Cause: {}, {}.\nHint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and "
-          "the region keeps a copy of its own; or pass a clone (`x.clone()`), or {}.",
+          "{}Cause: {}, {}.\n"
+          "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, so that the "
+          "region keeps its own copy; or pass a clone (`x.clone()`), or {}.",
           changed_argument(region, about, then, now),
           by_function
               ? "the region's function writes to its own argument, as an in-place activation "
                 "at its beginning does"
               : "it was changed in place after the call of the region",
           is_held_by_hooks
-              ? "and the saved-tensor hooks around it had kept the tensor itself, not a "
-                "copy"
-              : "and a recompute would begin with what was written",
+              ? "and the saved-tensor hooks around the region kept the tensor itself instead of "
+                "a copy"
+              : "and a recompute would start from the changed values",
           by_function ? "let the function use the out-of-place operator"
                       : "call backward before the change"));
 }
 
 void throw_moved_statistics(const Region& region, int64_t number, const TensorIdentity& argument) {
-  const About about{number, "running statistics of the call", "moved by a batch norm",
+  const About about{number, "running statistics of the call", "updated by a batch norm",
                     name_of(region, argument)};
   throw_about(
       region, Kind::InputChanged, about,
       fmt::format(
-          "one of the variables needed for gradient computation has been modified by an "
-          "inplace operation: a batch norm in training mode moved its running statistics, "
-          "which are tensor {} of the arguments of {}, counted from 0{}.\n"
-          "Cause: a recompute would begin with the moved statistics, and would move them "
-          "once more.\nHint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, "
-          "and a recompute moves a copy; or set buffers = BufferPolicy::Ignore if twice is "
+          "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: a batch norm in training mode updated its running statistics: tensor {} of "
+          "the arguments of {}, counted from 0{}.\n"
+          "Cause: a recompute would start from the updated statistics, and would update them "
+          "once more.\n"
+          "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, so that a "
+          "recompute updates a copy; or set buffers = BufferPolicy::Ignore if a second update is "
           "right.",
           number, title(region), apposition(about.tensor)));
 }
@@ -124,9 +129,9 @@ void throw_unseen_write(const Region& region, int64_t number, const TensorIdenti
   throw_about(
       region, Kind::InputChanged, about,
       fmt::format(
-          "{}Cause: it was written to past LibTorch's mutable pointers, so that the copy which the "
-          "region keeps (InputMode::CopyOnWrite) is lost, too.\nHint: write through "
-          "`mutable_data_ptr()`, or pass a clone (`x.clone()`).",
+          "{}Cause: it was written to past LibTorch's mutable pointers, which also overwrote the "
+          "region's copy (InputMode::CopyOnWrite).\n"
+          "Hint: write through `mutable_data_ptr()`, or pass a clone (`x.clone()`).",
           changed_argument(region, about, then, now)));
 }
 
@@ -136,26 +141,28 @@ void throw_replaced_argument(const Region& region, int64_t number, const at::Ten
                     name_of(region, TensorIdentity::of(now))};
   throw_about(
       region, Kind::InputChanged, about,
-      fmt::format("An argument was given other data between the forward and the recompute, so the "
-                  "gradient would be wrong: tensor {} of the arguments of {}{}, which is {} now.\n"
+      fmt::format("An argument was given other data between the forward and the recompute, so "
+                  "the gradient would be wrong: tensor {} of the arguments of {}{}, which is {} "
+                  "now.\n"
                   "Cause: set_data, set_, resize_ or an assignment to its data gave it another "
-                  "storage or another shape; its version does not show that.\nHint: call backward "
-                  "before, pass an alias (`x.detach()`), or set capture_check = "
-                  "CaptureCheck::Ignore to recompute with the new data.",
+                  "storage or another shape, which its version counter does not record.\n"
+                  "Hint: call backward before the change, pass an alias (`x.detach()`), or set "
+                  "capture_check = CaptureCheck::Ignore to recompute with the new data.",
                   number, title(region), apposition(about.tensor),
                   TensorMetadata(now, false).text()));
 }
 
 void throw_parted_arguments(const Region& region, int64_t number, int64_t other) {
   throw_about(
-      region, Kind::Unsupported, {number, "one memory", "a memory of its own"},
+      region, Kind::Unsupported, {number, "the same memory", "separate memory"},
       fmt::format(
-          "a function wrote to an argument that shares its memory with another argument, "
-          "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
-          "of the arguments of {}.\n"
-          "Cause: in the recompute the write would not reach the other one, as it did in "
-          "forward.\nHint: pass the tensor once and make the view in the function, or let the "
-          "function write to a copy.",
+          "a function wrote to an argument that shares its memory with another argument, but the "
+          "saved-tensor hooks around the region returned the two in separate memory: tensors {} "
+          "and {} of the arguments of {}.\n"
+          "Cause: in forward the write reached both, and in the recompute it would reach only "
+          "one.\n"
+          "Hint: pass the tensor once and make the view in the function, or let the function "
+          "write to a copy.",
           number, other, title(region)));
 }
 
@@ -163,12 +170,12 @@ void throw_spoiled_argument(const Region& region, int64_t number) {
   throw_about(
       region, Kind::InputChanged, {number, "not written to", "written to in a recompute"},
       fmt::format(
-          "one of the variables needed for gradient computation has been modified by an "
-          "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
-          "forward had not done.\n"
-          "Cause: the function does not do the same again, and what it wrote to belongs to "
-          "the saved-tensor hooks around the region.\nHint: let the function write to a copy, "
-          "and run forward again.",
+          "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: a recompute wrote to tensor {} of the arguments of {}, which forward had "
+          "not done.\n"
+          "Cause: the recompute did not repeat forward, and the written tensor belongs to the "
+          "saved-tensor hooks around the region.\n"
+          "Hint: let the function write to a copy, and run forward again.",
           number, title(region)));
 }
 
@@ -176,14 +183,14 @@ void throw_written_ahead(const Region& region, int64_t number) {
   throw_about(
       region, Kind::InputChanged, {number, "not written to", "written to in a recompute"},
       fmt::format(
-          "one of the variables needed for gradient computation has been modified by an "
-          "inplace operation: a recompute that forward waits for wrote to tensor {} of the "
-          "arguments of {}, which forward has not done yet.\n"
-          "Cause: the function waits for a backward over what it computes itself, on another "
-          "thread or where a recompute cannot be stopped (a noexcept function), and then writes to its "
-          "argument, which is done twice.\nHint: set inputs = remat::InputMode::CopyOnWrite in "
-          "CheckpointOptions, or use the out-of-place operator, or run that backward on the "
-          "function's own thread.",
+          "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: a recompute wrote to tensor {} of the arguments of {} before forward did, "
+          "while forward waits for the recompute.\n"
+          "Cause: the function waits for a backward through its own results, on another thread "
+          "or where a recompute cannot be stopped (a noexcept function), and then writes to its "
+          "argument: the write would happen twice.\n"
+          "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, or use the "
+          "out-of-place operator, or run that backward on the function's own thread.",
           number, title(region)));
 }
 
@@ -205,11 +212,11 @@ void throw_group_overlap(const Region& region, int64_t position, const SlotIdent
   throw_about(
       region, Kind::GroupOverlap, about,
       fmt::format(
-          "Performing two backward calls that overlap (i.e. require the same saved "
-          "activation) in a GraphExecGroup. In {}, saved tensor at position {}{}.\n"
+          "Performing two backward calls that overlap (i.e. require the same saved activation) "
+          "in a GraphExecGroup. In {}, saved tensor at position {}{}.\n"
           "Cause: a group releases a tensor when the first backward has read it.\n"
-          "Hint: let the calls ask for disjoint gradients, close the group between them, or "
-          "use a RecomputeCacheGuard, which keeps what several calls need.",
+          "Hint: let the calls ask for disjoint gradients, close the group between them, or use "
+          "a RecomputeCacheGuard, which keeps tensors for several calls.",
           title(region), position, slot_words(about)));
 }
 
@@ -221,24 +228,25 @@ void throw_recompute_failed(const Region& region, const std::string& fact, const
 void throw_default_dtype(const Region& region, at::ScalarType in_forward) {
   throw_recompute_failed(
       region,
-      fmt::format("the default dtype was {} when the region began and is {} now, so that the "
-                  "recompute could make tensors of another dtype",
+      fmt::format("the default dtype was {} when the region began and is {} now, so the "
+                  "recompute could create tensors of another dtype",
                   c10::toString(in_forward), c10::toString(c10::get_default_dtype_as_scalartype())),
-      "torch::set_default_dtype was called since, and a recompute cannot set what all threads share",
-      "set it back before backward; or restore it by a StateProvider, if no other thread depends on "
-      "it");
+      "torch::set_default_dtype was called in between, and a recompute cannot change a setting "
+      "that all threads share",
+      "restore it before backward, or let a StateProvider restore it if no other thread depends "
+      "on it");
 }
 
 void throw_changed_script(const Region& region) {
   throw_recompute_failed(
       region,
       "this region runs a TorchScript function whose executor changed its plan between forward "
-      "and recompute, so that the saved tensors would not be those of forward",
-      "TorchScript profiles the first calls of a function and runs an optimised plan after them, "
-      "which saves other tensors; a call outside the region, before this backward, made it "
-      "settle, or a function was called past its module",
+      "and recompute, so the saved tensors would not be those of forward",
+      "TorchScript profiles the first calls of a function, and then runs an optimized plan, "
+      "which saves other tensors; a call outside the region completed the profiling before this "
+      "backward, or a script function was called directly instead of through its module",
       "make the script module itself the region's function, `checkpoint(module, x)`: then the "
-      "region keeps the plan of forward; or call the function two times with backward before "
+      "region keeps the plan of forward; or call the function twice with backward before "
       "training, or under torch::jit::GraphOptimizerEnabledGuard(false)");
 }
 
@@ -282,17 +290,18 @@ void throw_changed_value(const Region& region, int64_t position, const SlotIdent
           "inplace operation: {}{}, saved in {} at position {}{}, is at version {}; expected "
           "version {} instead.\n{}",
           TensorMetadata(tensor, false).text(), apposition(about.tensor), title(region), position,
-          slot.is_inner_input ? " as an argument of a region inside"
+          slot.is_inner_input ? " as an argument of an inner region"
           : about.op.empty()  ? ""
                               : " by " + about.op,
           tensor._version(), saved_version,
           slot.is_inner_input
-              ? "Cause: the function of the region inside writes to its own argument, as an "
+              ? "Cause: the function of the inner region writes to its own argument, as an "
                 "in-place activation at its beginning does, or the argument is changed in place "
-                "after that region's call; a recompute would begin with what was written.\n"
-                "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of the region "
-                "inside, and it keeps a copy of its own; or pass it a clone (`x.clone()`), or use "
-                "the out-of-place operator."
+                "after the call of that region; a recompute would start from the changed "
+                "values.\n"
+                "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of the "
+                "inner region, so that it keeps its own copy; or pass it a clone (`x.clone()`), "
+                "or use the out-of-place operator."
               : "Cause: a tensor that backward needs is changed in place after it was saved; "
                 "plain autograd refuses this too.\nHint: use the out-of-place operator there."));
 }

@@ -75,9 +75,8 @@ void OutsideTensors::finish(const Region& region) {
   put_back();
   if (is_lost_)
     throw_unsupported(
-        region, "a recompute replaced the post-accumulate hooks of a tensor from outside",
-        "the region's function sets them each time it runs, and those that were there "
-        "before are gone",
+        region, "a recompute replaced the post-accumulate hooks of an outside tensor",
+        "the region's function sets such hooks each time it runs, which removes the earlier ones",
         "set such hooks outside the region");
 }
 

@@ -70,9 +70,9 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   if (is_compared) filler.stops().set_written(&user_state);
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",
-                           "another thread recomputes a region that uses it too, and may be "
-                           "waiting for this one",
-                           "give each thread a provider of its own");
+                           "another thread recomputes a region with the same provider, and may "
+                           "be waiting for this thread",
+                           "create one provider for each thread");
   if (!surroundings.snapshot().has_default_dtype())
     throw_default_dtype(region, surroundings.snapshot().default_dtype);
   const StreamScope streams(values.beside == nullptr ? surroundings.streams() : &values.beside->own,
@@ -85,10 +85,11 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                                  scope->own_lock());
   if (device_rng.has_failed())
     throw_recompute_failed(region, "a device's generator did not become free within a minute",
-                           "another thread's recompute draws from it too, and may be waiting for "
-                           "this one",
+                           "a recompute on another thread draws from the same generator, and may "
+                           "be waiting for this thread",
                            "let one thread at a time run backward through regions that draw from "
-                           "it, or set preserve_rng_state = false if other numbers do no harm");
+                           "it, or set preserve_rng_state = false if other random numbers do no "
+                           "harm");
   const DrawSwaps generators(scope->random());
   {
     const auto early_guards_end = c10::make_scope_exit([&] { scope->early_guards().put_back(); });
@@ -151,11 +152,13 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
     throw_changed_script(region);
   if (comparer.differences().has_other_numbers)
     throw_recompute_failed(
-        region, "the recompute gave other values than forward, in which another thread drew",
-        "a thread that the function starts itself draws from the default CPU generator, or an "
-        "operator of the region gives other values each time it runs",
-        "draw on the thread that calls the region, or set preserve_rng_state = false if other "
-        "numbers do no harm");
+        region,
+        "the recompute gave other values than forward, and another thread drew random "
+        "numbers during forward",
+        "a thread that the function starts draws from the default CPU generator, or an operator "
+        "of the region gives other values each time it runs",
+        "draw random numbers on the thread that calls the region, or set preserve_rng_state = "
+        "false if other random numbers do no harm");
   const Progress& progress = filler.progress();
   const bool is_other_count = progress.has_too_many() || !progress.is_complete();
   if (!is_other_count && !comparer.differences().any()) return;
@@ -260,12 +263,12 @@ void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& va
     attempt.is_again = true;
     if (number == max_attempts)
       throw_recompute_failed(frame->region(),
-                             "the recompute could not draw the numbers that forward drew",
-                             "the region takes numbers from the default CPU generator past "
-                             "LibTorch's operators, or seeds it, while another thread draws from "
-                             "it too, in forward or now",
-                             "let one thread at a time draw from it, or set preserve_rng_state = "
-                             "false if other numbers do no harm");
+                             "the recompute could not draw the random numbers that forward drew",
+                             "the region uses the default CPU generator without LibTorch's "
+                             "operators, or seeds it, while another thread draws from it, during "
+                             "forward or now",
+                             "let one thread at a time draw from the generator, or set "
+                             "preserve_rng_state = false if other random numbers do no harm");
   }
 }
 

@@ -48,10 +48,10 @@ void saw_running_statistics(const Region& region, Inputs& inputs, const Surround
       "remat::checkpoint: ", statistics.front() == nullptr ? "an instance" : "a batch",
       " norm in training mode ran in ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
-      ", whose recompute will update its running statistics once more. Cause: the region's "
-      "function is not the module, so that its buffers are not known. Hint: pass the module as "
-      "the function, or name it in CheckpointOptions::modules; a script module's are "
-      "known if it is the function itself; BufferPolicy::Ignore if twice is right."));
+      ", whose recompute will update its running statistics once more. Cause: the module is not "
+      "the region's function, so the region does not know its buffers. Hint: pass the module as "
+      "the function, or name it in CheckpointOptions::modules; a script module must be the "
+      "function itself. If a second update is right, set BufferPolicy::Ignore."));
 }
 
 }  // namespace remat

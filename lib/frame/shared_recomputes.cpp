@@ -47,7 +47,7 @@ std::shared_ptr<Scope> group_scope() {
 
 std::shared_ptr<Scope> cache_scope(int64_t max_bytes) {
   TORCH_CHECK_VALUE(max_bytes >= 0, "remat::RecomputeCacheGuard: max_bytes is ", max_bytes,
-                    ". Hint: give the bytes that may be kept, 0 or more.");
+                    ". Hint: set the number of bytes to keep, 0 or more.");
   return std::make_shared<SharingScope>(TaskKey::Kind::Cache, max_bytes);
 }
 

@@ -108,8 +108,8 @@ DepotOptions depot_options(const char* guard, const Options& options) {
 std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                               const SaveElsewhereOptions& options) {
   TORCH_CHECK_VALUE(place != nullptr,
-                    "remat::SaveElsewhereGuard: the place is null.\nHint: give it one, such as "
-                    "std::make_unique<YourPlace>().");
+                    "remat::SaveElsewhereGuard: the place is null.\n"
+                    "Hint: pass a place, such as std::make_unique<YourPlace>().");
   return scope_with(std::move(place), depot_options("SaveElsewhereGuard", options));
 }
 
@@ -139,8 +139,8 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
   TORCH_CHECK_VALUE(
       !options.directory.empty() || options.host_bytes == SaveInTiersOptions().host_bytes,
       "remat::SaveInTiersGuard: host_bytes is ", options.host_bytes,
-      " and there is no directory for what is more.\nHint: name a directory, or leave "
-      "host_bytes out.");
+      ", and there is no directory for tensors beyond that.\n"
+      "Hint: set a directory, or leave host_bytes out.");
   const std::shared_ptr<const std::atomic<int64_t>> on_host(totals, &totals->on_host);
   depot.prefetch_depth = 1;
   depot.staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes, on_host,

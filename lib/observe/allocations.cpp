@@ -51,9 +51,9 @@ RecordAllocationsGuard::RecordAllocationsGuard() {
   if (seam::AllocationReports::are_taken())
     throw_unsupported(
         "the allocations of this thread cannot be recorded",
-        "LibTorch's profiler runs on it, which allocators tell them instead",
-        "take the allocations from the profiler (profile_memory), or start it on another "
-        "thread");
+        "LibTorch's profiler runs on this thread, and allocators report to the profiler instead",
+        "read the allocations from the profiler (profile_memory), or start the profiler on "
+        "another thread");
   reports_ = std::make_unique<Reports>();
 }
 

@@ -34,7 +34,7 @@ class DeviceMemory final : public MemorySource {
     if (const char* const cause = seam::why_memory_is_unknown(device))
       throw_unsupported(fmt::format("the bytes of device {} cannot be counted", device.str()),
                         cause,
-                        "count what the CPU holds (a MemoryMeter without a device), or ask the "
+                        "count the bytes of the CPU (a MemoryMeter without a device), or use the "
                         "device's own tools");
     one_byte();  // a device is used before it has statistics
   }
@@ -109,7 +109,7 @@ int64_t DeviceMemory::to_hold(int64_t limit) const {
   if (!free)
     throw_unsupported(fmt::format("device {} cannot be limited", device_.str()),
                       seam::why_free_is_unknown(),
-                      "limit the CPU's memory, or set a limit by the device's own tools");
+                      "limit the CPU's memory, or set a limit with the device's own tools");
   return *free - std::max<int64_t>(limit - (seam::device_bytes(device_).live - num_held_), 0);
 }
 

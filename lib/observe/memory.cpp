@@ -140,11 +140,11 @@ int64_t free_bytes(c10::Device device) {
   const std::optional<int64_t> free = detail::MeteredDevice::of(device).source.free_bytes();
   if (free) return *free;
   throw_unsupported(
-      fmt::format("what device {} has free is not known", device.str()),
+      fmt::format("the free memory of device {} is not known", device.str()),
       device.is_cpu()
-          ? "no MemoryLimitGuard is alive, and without one the memory is every program's"
+          ? "no MemoryLimitGuard is alive, and without a limit all programs share the memory"
           : seam::why_free_is_unknown(),
-      "name the bytes yourself");
+      "set a number of bytes");
 }
 
 }  // namespace remat

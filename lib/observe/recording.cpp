@@ -12,7 +12,7 @@ namespace remat {
 
 Recording::Recording(RecorderOptions options) : options_(options) {
   TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ", options.max_events,
-                    ". Hint: leave room for at least one event.");
+                    ". Hint: set 1 or more.");
 }
 
 RegionReport& Recording::of_name(const std::string& name) {

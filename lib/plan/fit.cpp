@@ -95,9 +95,9 @@ const Fit& Fitted::Impl::fit_for(const at::Tensor& sample) {
   }
   if (!planning.insert(with).second)
     throw_unsupported("a fitted chain was called by one of its own stages while it was measured",
-                      "the input is of the kind that is being measured, so that the measuring "
-                      "would not end",
-                      "let the stage call the functions of the chain, and not what fit returned");
+                      "the input is of the kind that is being measured, so measuring would never "
+                      "end",
+                      "let the stage call the functions of the chain instead of the result of fit");
   const std::thread::id before = std::exchange(planner, self);
   lock.unlock();
   const auto over = c10::make_scope_exit([&] {
@@ -141,9 +141,11 @@ void Fitted::Impl::verify(Fit& fit, const at::Tensor& sample) const {
       const int64_t least = error.minimum_bytes() + unknown_bytes;
       throw InfeasibleBudget(
           fmt::format(
-              "remat::fit: no plan keeps a step under {} bytes: the smallest was expected to take {} and "
-              "takes about {}.\nCause: the program keeps more than the stages' costs say, such as "
-              "what they return, or copies of buffers.\nHint: give a budget of at least {}.",
+              "remat::fit: no plan keeps a step under {} bytes: the smallest plan was expected "
+              "to take {} bytes and takes about {}.\n"
+              "Cause: the program keeps more memory than the costs of the stages say, such as "
+              "results of stages, or copies of buffers.\n"
+              "Hint: set a budget of at least {} bytes.",
               budget_bytes, error.minimum_bytes(), least, least),
           least);
     }

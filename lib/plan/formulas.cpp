@@ -23,8 +23,8 @@ void check_memory(const char* plan, const char* what, int64_t number) {
 void check_segments(const char* plan, int64_t stages, int64_t segments) {
   check_stages(plan, stages);
   TORCH_CHECK_VALUE(segments >= 1 && segments <= stages, "remat::", plan, ": ", stages,
-                    " stages cannot be cut into ", segments, " segments. Hint: ask for 1 to ",
-                    stages, ".");
+                    " stages cannot be cut into ", segments, " segments. Hint: set 1 to ", stages,
+                    ".");
 }
 
 /// Returns the least t for which n stages can be reversed with no stage run more than t times

@@ -22,7 +22,8 @@ Plan Frontier::plan(int64_t budget_bytes) const {
   if (above == points_.begin())
     throw InfeasibleBudget(
         c10::str("remat::Frontier::plan: no plan fits into ", budget_bytes,
-                 " bytes beyond the chain's input.\nCause: the plan of the least memory needs ",
+                 " bytes beyond the chain's input.\n"
+                 "Cause: the plan with the least memory needs ",
                  points_.front().bytes,
                  " bytes.\nHint: raise the budget, use a smaller batch, or split stages."),
         points_.front().bytes);

@@ -59,7 +59,8 @@ Measurements read_all(const std::filesystem::path& file) {
   TORCH_CHECK_VALUE(
       false, "remat::fit: \"", file.string(),
       "\" was not written as a file of measurements by this version of remat.\nCause: ", cause,
-      "\nHint: name a file that fit has written, or remove it: what is needed is measured anew.");
+      "\n"
+      "Hint: name a file that fit has written, or remove the file: fit then measures again.");
 }
 
 /// Returns the autocast state of the CPU and of the sample's device; empty if autocast is off.

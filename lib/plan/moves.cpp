@@ -14,10 +14,9 @@ namespace remat {
 std::shared_ptr<Place> place_of(const MoveOptions& options, c10::Device device, const char* user) {
   TORCH_CHECK_VALUE(options.min_bytes >= 0, user, ": MoveOptions::min_bytes is ", options.min_bytes,
                     ".\nHint: give 0 or more.");
-  TORCH_CHECK_VALUE(
-      !device.is_cpu() || !options.directory.empty(), user,
-      ": the plan moves tensors of the CPU, and MoveOptions names no directory.\nHint: "
-      "name one for the file that they wait in.");
+  TORCH_CHECK_VALUE(!device.is_cpu() || !options.directory.empty(), user,
+                    ": the plan moves tensors of the CPU, but MoveOptions has no directory.\n"
+                    "Hint: set a directory for the file that holds them.");
   SaveInTiersOptions tiers;
   tiers.directory = options.directory;
   if (!options.directory.empty()) tiers.host_bytes = 0;

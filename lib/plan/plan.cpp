@@ -30,8 +30,9 @@ constexpr std::string_view kOpen = "ck[", kMove = "mv[";
   }
   TORCH_CHECK_VALUE(
       false, "remat::Plan::parse: ", fact, " at position ", position, ".\n  text: ", shown,
-      "\nHint: write stages from 1 on, each once and in order, regions as ck[...] and what "
-      "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
+      "\n"
+      "Hint: write the stages from 1 on, each once and in order, regions as ck[...] and moved "
+      "items as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
 /// Describes the character at a position, for an error.
@@ -50,7 +51,7 @@ class Parser {
     while (!open_.empty()) {
       item();
       while (!open_.empty() && next_is("]")) close();
-      if (open_.size() == 1 && is_moving_) fail("']' after what moves was expected");
+      if (open_.size() == 1 && is_moving_) fail("']' after the moved item was expected");
       if (!open_.empty()) expect(" ", "a space and another item, or ']', was expected");
     }
     if (position_ != text_.size()) fail("nothing was expected after the plan");
@@ -88,7 +89,9 @@ class Parser {
     const std::size_t start = position_;
     const int64_t value = digits();
     if (position_ == start && next_is(kMove))
-      refuse(text_, start, "'mv[' was found in another bracket: what moves is outside of regions,");
+      refuse(text_, start,
+             "'mv[' was found in another bracket: moved items are outside of "
+             "regions,");
     if (position_ == start) fail(c10::str("stage ", stage_ + 1, " or 'ck[' was expected"));
     if (value != stage_ + 1 || text_[start] == '0')
       refuse(text_, start,
@@ -152,7 +155,7 @@ void Plan::check_moved() const {
   std::size_t region = 0;
   for (std::size_t i = 0; i < moved_.size(); ++i) {
     TORCH_CHECK_VALUE(moved_[i] >= (i == 0 ? 1 : moved_[i - 1] + 1) && moved_[i] <= stages_,
-                      "remat::Plan: what moves begins with stage ", moved_[i],
+                      "remat::Plan: a moved item begins with stage ", moved_[i],
                       ", which is out of order, or outside of 1 to ", stages_, ".");
     for (; end < moved_[i]; end = std::max(end, begin)) {
       begin = end + 1;
@@ -161,11 +164,12 @@ void Plan::check_moved() const {
         ++region;
       }
     }
-    TORCH_CHECK_VALUE(begin == moved_[i], "remat::Plan: what moves begins with stage ", moved_[i],
-                      ", which is inside of a region.\nHint: move whole regions and stages outside "
-                      "of them.");
+    TORCH_CHECK_VALUE(begin == moved_[i], "remat::Plan: a moved item begins with stage ", moved_[i],
+                      ", which is inside of a region.\n"
+                      "Hint: move whole regions, or stages outside of regions.");
     TORCH_CHECK_VALUE(end < stages_, "remat::Plan: the last item, from stage ", moved_[i],
-                      ", moves: backward needs it at once.\nHint: leave it where it is.");
+                      ", is moved, but backward needs it at once.\n"
+                      "Hint: do not move the last item.");
   }
 }
 

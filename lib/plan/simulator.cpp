@@ -293,8 +293,8 @@ Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions&
                     cost.stages.size(), ".");
   TORCH_CHECK_VALUE(
       cost.moving || !moves_anything(plan),
-      "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nHint: "
-      "measure with MeasureOptions::moving.");
+      "remat::simulate: the plan moves items, but the chain has no ChainCost::moving.\n"
+      "Hint: measure with MeasureOptions::moving.");
   Simulation result = Simulator(full, plan, options).result();
   result.depth = plan.depth();
   return result;

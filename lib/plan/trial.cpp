@@ -107,10 +107,11 @@ void Trial::refuse_writing() const {
   const int64_t version = input._version();
   stage_(input);
   TORCH_CHECK_VALUE(input._version() == version, "remat::measure: stage ", number_,
-                    " writes to its input in place.\nCause: a region that begins with it could "
-                    "not be computed again, since its input is another one by then.\nHint: make it "
-                    "one stage with the one before it, or let it return a new tensor (inplace = "
-                    "false).");
+                    " writes to its input in place.\n"
+                    "Cause: a region that begins with this stage could not be recomputed, since "
+                    "its input has changed by then.\n"
+                    "Hint: join the stage with the stage before it, or let it return a new "
+                    "tensor (inplace = false).");
 }
 
 at::Tensor Trial::forward(at::Tensor input) const {
@@ -236,8 +237,8 @@ void Trial::measure_bytes_without_saves(StageCost& cost) {
       [](const at::Tensor&) { return Dropped{}; },
       [](const Dropped&) -> at::Tensor {
         TORCH_CHECK_VALUE(false,
-                          "remat::measure: a stage ran a backward of its own, which the "
-                          "planner cannot price.");
+                          "remat::measure: a stage ran a backward itself, and the planner cannot "
+                          "estimate its cost.");
       });
   begin_run();
   const MemoryMeter meter(measured_.device);

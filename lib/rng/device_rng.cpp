@@ -26,9 +26,9 @@ void refuse_capture(const c10::Device& device, const at::Generator& generator) {
   if (device.type() != present_accelerator() || !is_capturing(device, generator)) return;
   throw_unsupported(
       "a region that keeps the random state of its device is captured in a graph",
-      "a captured graph draws other numbers at each replay, and a recompute might draw others than "
-      "its forward",
-      "set preserve_rng_state = false if the function draws no random numbers; if it does, leave it "
+      "a captured graph draws new numbers at each replay, so a recompute could draw other "
+      "numbers than its forward",
+      "set preserve_rng_state = false if the function draws no random numbers; otherwise call it "
       "without a region in the captured part");
 }
 

@@ -37,7 +37,7 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
   } catch (const c10::Error& e) {
     tells = false;
     seam::warn(c10::str(
-        "remat: the accelerator's plug-in does not tell which devices are in use, so their ",
+        "remat: the accelerator's plug-in does not report which devices are in use, so their ",
         "random states and streams are not restored in recomputes: ", e.what_without_backtrace()));
     devices.clear();
   }

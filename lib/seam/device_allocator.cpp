@@ -77,9 +77,9 @@ using AskedAllocator = Asked<c10::DeviceAllocator>;
 
 const char* why_memory_is_unknown(c10::Device device) {
   if (!AskedAllocator::is_known)
-    return "LibTorch before 2.9 has no interface that tells what an accelerator's memory holds";
+    return "LibTorch before 2.9 cannot report how many bytes an accelerator holds";
   if (AskedAllocator::of(device) == nullptr)
-    return "the device's allocator is no c10::DeviceAllocator, so that it has no statistics";
+    return "the device's allocator is not a c10::DeviceAllocator, so it has no statistics";
   return nullptr;
 }
 DeviceBytes device_bytes(c10::Device device) { return AskedAllocator::bytes(device); }
@@ -88,9 +88,8 @@ std::optional<int64_t> free_device_bytes(c10::Device device) {
   return AskedAllocator::free_bytes(device);
 }
 const char* why_free_is_unknown() {
-  return AskedAllocator::tells_free
-             ? "its allocator does not say how much memory is free"
-             : "LibTorch before 2.10 has no interface that tells how much memory is free";
+  return AskedAllocator::tells_free ? "its allocator does not report how much memory is free"
+                                    : "LibTorch before 2.10 cannot report how much memory is free";
 }
 
 }  // namespace remat::seam

@@ -51,8 +51,9 @@ AnyValue call(AnyModule& module, AnyValues arguments) {
   static const auto calls = calls_by_number(std::make_index_sequence<max_arguments + 1>());
   TORCH_CHECK_VALUE(arguments.size() <= max_arguments, "remat: the forward of a ",
                     c10::demangle(module.type_info().name()), " was called with ", arguments.size(),
-                    " arguments as an element that was switched on. Cause: ", max_arguments,
-                    " are the most. Hint: pass them as a tuple or a struct.");
+                    " arguments. Cause: an element of a Sequential that was switched on takes at "
+                    "most ",
+                    max_arguments, ". Hint: pass them as a tuple or a struct.");
   return calls[arguments.size()](module, arguments);
 }
 

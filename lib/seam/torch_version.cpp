@@ -34,7 +34,8 @@ void refuse_other_torch() {
   throw_unsupported(
       fmt::format("remat was built for LibTorch {}, but this process runs LibTorch {}", built_for,
                   here),
-      "one binary of remat serves one minor version of LibTorch, whose classes change from one to the next",
+      "a binary of remat works with one minor version of LibTorch only, since the classes of "
+      "LibTorch change between minor versions",
       fmt::format("build remat with LibTorch {}, or run the program with LibTorch {}", here,
                   built_for));
 }

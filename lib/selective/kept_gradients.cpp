@@ -19,10 +19,10 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
-constexpr char fact[] = "a gradient that a kept value may change was taken inside a recompute";
-constexpr char cause[] = "pin and save_region keep a value, not how it was computed";
+constexpr char fact[] = "a gradient was taken inside a recompute, and a kept value may change it";
+constexpr char cause[] = "pin and save_region keep a value without its history";
 constexpr char advice[] =
-    "compute what is differentiated inside the region again: leave pin or save_region away for it";
+    "do not use pin or save_region for values that are differentiated inside the region";
 
 /// The node of a kept value. It throws, since a recompute must not be differentiated through a
 /// value that it did not compute.

@@ -74,7 +74,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     } else if (must_move) {
       throw_unsupported("a policy answered MustCpuOffload for a result that cannot be moved",
                         "sparse, nested, quantized and meta tensors stay where they are",
-                        "answer PreferCpuOffload, which keeps such a result where it is");
+                        "answer PreferCpuOffload, which keeps such a result on its device");
     }
     could_not_move_ = !is_copy_;
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);

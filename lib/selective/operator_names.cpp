@@ -85,7 +85,7 @@ std::vector<uint32_t> numbers_of_operators(const std::string& name, const char* 
   const auto ops = operators_named(name);
   TORCH_CHECK_VALUE(!ops.empty(), "remat::", function, ": there is no operator \"", name, "\".",
                     similar_names(name),
-                    " Hint: give a registered name, as \"aten::mm\" (every overload), "
+                    " Hint: use a registered name, such as \"aten::mm\" (every overload), "
                     "\"aten::add.Tensor\" (one) or \"aten::mm.default\" (the unnamed one).");
   std::vector<uint32_t> numbers;
   bool can_be_kept = false, is_composite = false;
@@ -97,10 +97,12 @@ std::vector<uint32_t> numbers_of_operators(const std::string& name, const char* 
   }
   if (can_be_kept) return numbers;
   const char* const reason =
-      is_composite ? "\" consists of other operators and never reaches a policy itself. Hint: list "
-                     "the operators it consists of; a policy function sees their names."
-                   : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
-                     "that it always runs again. Hint: list the operator that makes the values.";
+      is_composite
+          ? "\" is composed of other operators, and a policy sees only those. Hint: list these "
+            "operators; a policy function sees their names."
+          : "\" writes to an argument, returns a view of an argument or creates an "
+            "uninitialized tensor, so it always runs again. Hint: list the operator that "
+            "computes the values.";
   seam::warn(c10::str("remat::", function, ": \"", name, reason));
   return numbers;
 }

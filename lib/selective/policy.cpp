@@ -142,7 +142,7 @@ void PolicyRule::warn_about_unseen() const {
     seam::warn(c10::str(
         "remat: a policy lists ", fmt::format("\"{}\"", fmt::join(names, "\", \"")),
         ", but no value was given that name by remat::checkpoint_name in a region with this "
-        "policy. Hint: compare the spelling."));
+        "policy. Hint: check the spelling."));
 }
 
 std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const PolicyRule> a,
@@ -187,8 +187,8 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
       TORCH_CHECK_VALUE(!(both_keep && a->names_.contains(name) && b->names_.contains(name) &&
                           is_offloading(first) != is_offloading(second)),
                         "remat: the name \"", name,
-                        "\" is to be saved by one policy and offloaded by the other. Hint: list it "
-                        "in one of them.");
+                        "\" is saved by one policy and offloaded by the other. Hint: list it in "
+                        "only one of them.");
       names[name] = stronger(first, second);
     }
   return std::make_shared<PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),

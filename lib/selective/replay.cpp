@@ -158,9 +158,9 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
       if (is_handed_out(tensor))
         fail(CheckpointError::Kind::SelectiveMutation,
-             fmt::format("the recompute writes to a kept result ({}), which forward did not",
+             fmt::format("the recompute wrote to a kept result ({}), and forward did not",
                          traits.name),
-             "the function does not compute the same again, or wrote past the dispatcher",
+             "the recompute did not repeat forward, or forward wrote past the dispatcher",
              "do not keep a result that is changed in place");
     });
   const StoragesOf given(arguments);
@@ -231,15 +231,15 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     wants_kept = wants_kept && !is_let_go && !is_ahead;
     if (wants_kept && record == nullptr)
       mismatch(op, counted, arguments, nullptr,
-               "the policy, asked again, wants a result that forward did not keep");
+               "in the recompute the policy asked for a result that forward did not keep");
   } else if (record == nullptr && known != nullptr && counted.call >= known->calls.size() &&
              record_.is_settled &&
              std::any_of(known->calls.begin(), known->calls.end(),
                          [](const auto& call) { return call != nullptr && call->is_kept; })) {
-    mismatch(
-        op, counted, arguments, nullptr,
-        fmt::format("forward made {} calls of it and kept results, this one has no kept result",
-                    known->calls.size()));
+    mismatch(op, counted, arguments, nullptr,
+             fmt::format("forward made {} calls of it and kept results, but this one has no kept "
+                         "result",
+                         known->calls.size()));
   }
   if (!wants_kept) {
     forward = {};
@@ -255,8 +255,8 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
                        counted.call),
            "an in-place operator, in the region or after it, wrote to the kept tensor",
-           "keep another result, use the operator that does not write in place, or set "
-           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again");
+           "keep another result, use the out-of-place operator, or set "
+           "SelectiveOptions::allow_cache_entry_mutation, which runs such a call again");
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);
@@ -289,17 +289,18 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
   if (is_beyond && !record_.is_settled) return nullptr;
   if (is_beyond)
     fail(CheckpointError::Kind::SelectiveMismatch,
-         "the recompute calls pin, checkpoint_name or save_region more often than forward did",
-         "the function does not compute the same again",
-         "make the calls depend on nothing that changes between forward and backward");
+         "the recompute calls pin, checkpoint_name or save_region more often than forward",
+         "the recompute did not repeat forward",
+         "do not let these calls depend on anything that changes between forward and backward");
   const PinRecord* const pin = record_.pins[next_pin_++].get();
   if (pin == nullptr) return nullptr;
   if (*pin->type != type)
     fail(CheckpointError::Kind::SelectiveMismatch,
-         fmt::format("call {} of pin, checkpoint_name or save_region was another one in forward",
+         fmt::format("call {} of pin, checkpoint_name or save_region differs from the one in "
+                     "forward",
                      next_pin_ - 1),
-         "the function does not compute the same again",
-         "make the calls depend on nothing that changes between forward and backward");
+         "the recompute did not repeat forward",
+         "do not let these calls depend on anything that changes between forward and backward");
   for (const PinRecord::Value& each : pin->values)
     if (each.tensor.is_changed()) {
       // The value is recomputed, like a call whose result was changed.
@@ -312,8 +313,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
       fail(CheckpointError::Kind::SelectiveMutation,
            "a value that pin or save_region keeps was changed in place after forward",
            "an in-place operator, in the region or after it, wrote to it",
-           "pin a copy of it, or use the operator that does not write in place",
-           each.tensor.identity());
+           "pin a copy of it, or use the out-of-place operator", each.tensor.identity());
     }
   if (!pin->is_let_go) skip(frame_, pin->draws);
   return pin;

@@ -70,7 +70,7 @@ void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle
     if (holds_tensors || argument.isGenerator() || !difference_text.empty()) continue;
     if (other_number >= record.others.size() ||
         !is_same_value(record.others[other_number], argument))
-      difference_text = "an argument that is no tensor has another value";
+      difference_text = "an argument that is not a tensor has another value";
     ++other_number;
   }
   if (difference_text.empty() && (tensor_number != record.tensors.size()))
@@ -128,10 +128,10 @@ void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,
        fmt::format("{}, call {}: {}\n  in forward: {}\n  now:        {}", traits_of(op).name,
                    counted.call, fact, record == nullptr ? "(not kept)" : text_of(*record),
                    text_of(arguments)),
-       "the function does not compute the same again: other operators, another order, or other "
-       "tensors",
-       "make it depend on nothing that changes between forward and backward, or keep the decision "
-       "itself with remat::pin");
+       "the recompute did not repeat forward: it called other operators, in another order, or "
+       "with other tensors",
+       "do not let the function depend on anything that changes between forward and backward, or "
+       "keep the decision itself with remat::pin");
 }
 
 }  // namespace remat

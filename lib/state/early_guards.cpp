@@ -70,10 +70,10 @@ void EarlyGuards::put_back() noexcept {
     try {
       undo.back().restore();
     } catch (const std::exception& e) {
-      seam::warn(c10::str("remat: what a guard guards could not be put back after a recompute: ",
+      seam::warn(c10::str("remat: the state of a guard could not be restored after a recompute: ",
                           seam::text_of(e)));
     } catch (...) {
-      seam::warn("remat: what a guard guards could not be put back after a recompute");
+      seam::warn("remat: the state of a guard could not be restored after a recompute");
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);

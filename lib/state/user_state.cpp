@@ -39,7 +39,7 @@ class StateScope final : public detail::Scope {
 
 std::shared_ptr<UserRegistrations> only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
-                    "remat::StateProviderGuard: the provider is null. Hint: pass an object.");
+                    "remat::StateProviderGuard: the provider is null. Hint: pass a provider.");
   auto all = std::make_shared<UserRegistrations>();
   all->providers.push_back(std::move(provider));
   return all;
@@ -47,8 +47,8 @@ std::shared_ptr<UserRegistrations> only(std::shared_ptr<StateProvider> provider)
 
 std::shared_ptr<UserRegistrations> only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
-                    "remat::GeneratorGuard: the generator is not defined. Hint: pass one that "
-                    "at::make_generator or the like has made.");
+                    "remat::GeneratorGuard: the generator is not defined. Hint: pass a "
+                    "generator, such as one from at::make_generator.");
   auto all = std::make_shared<UserRegistrations>();
   all->generators.push_back(std::move(generator));
   return all;
@@ -315,10 +315,10 @@ void ObservedRecompute::tell_end() noexcept {
       const OutsideOfRegions outside;
       if (observer.end) observer.end(phase_);
     } catch (const std::exception& e) {
-      seam::warn(
-          c10::str("remat: a RecomputeObserver's end threw, which is ignored: ", seam::text_of(e)));
+      seam::warn(c10::str("remat: an exception from a RecomputeObserver's end was ignored: ",
+                          seam::text_of(e)));
     } catch (...) {
-      seam::warn("remat: a RecomputeObserver's end threw, which is ignored");
+      seam::warn("remat: an exception from a RecomputeObserver's end was ignored");
     }
   }
 }
@@ -445,7 +445,9 @@ void UserRestore::undo(bool may_throw) {
   }
   if (!thrown) return;
   if (may_throw) std::rethrow_exception(thrown);
-  seam::warn("remat: a StateProvider could not put back its state while an error was on its way");
+  seam::warn(
+      "remat: a StateProvider could not restore its state while another exception was "
+      "propagating");
 }
 
 }  // namespace remat

@@ -164,10 +164,10 @@ class ObjectContents final : public StoredContents {
       if (is_alike) return *tensor;
       PyErr_Format(
           tensor == nullptr ? PyExc_TypeError : PyExc_ValueError,
-          "remat.save_elsewhere: `load` of %R returned something that is not like what `store` was "
-          "given: %lld elements of %S on %S, in one dimension. It was: %R.\nHint: return a tensor like "
-          "that. What is in the place is untouched; the same backward can be tried again on a "
-          "retained graph.",
+          "remat.save_elsewhere: `load` of %R returned a value that does not match the tensor "
+          "passed to `store`: %lld elements of %S on %S, in one dimension. It returned: %R.\n"
+          "Hint: return a tensor like that. The stored contents are intact; the same backward "
+          "can be tried again on a retained graph.",
           place_.get(), static_cast<long long>(size_), py::cast(dtype_).ptr(),
           py::cast(device_).ptr(),
           tensor == nullptr ? loaded.ptr() : description_of(*tensor).ptr());

@@ -203,8 +203,9 @@ void HeldMembers::take(PyObject* root) {
         const auto found = holders().find(root);
         return found == holders().end() || found->second.thread == self;
       },
-      "remat: a recompute waited ten seconds for another thread's, which has put back the members of the same "
-      "module.");
+      "remat: a recompute waited ten seconds for a recompute on another thread, which holds the "
+      "members of the same module.\n"
+      "Hint: run backward through that module on one thread at a time.");
   Holder& holder = holders()[root];
   holder.thread = self;
   ++holder.depth;

@@ -128,8 +128,9 @@ class HeldFlags {
 
   void take(const std::vector<Flag>& flags) {
     wait_until([&] { return are_free(flags); },
-               "remat: a recompute waited ten seconds for another thread's, which needs the other "
-               "training flag of the same module.");
+               "remat: a recompute waited ten seconds for a recompute on another thread, which "
+               "needs the other training flag of the same module.\n"
+               "Hint: run backward through that module on one thread at a time.");
     for (const Flag& flag : flags) {
       const bool now = entry(flag.attributes, "training") == Py_True;
       held_[flag.attributes].push_back({std::this_thread::get_id(), flag.is_training, now});

@@ -81,15 +81,15 @@ T choice_in(PyObject* value, const char* option) {
     if (name == text) return meaning;
     known += (known.empty() ? "'" : ", '") + std::string(name) + "'";
   }
-  PyErr_Format(PyExc_ValueError, "%s: %s must be one of %s, and is '%s'", user, option,
-               known.c_str(), text.c_str());
+  PyErr_Format(PyExc_ValueError, "%s: %s must be one of %s, got '%s'", user, option, known.c_str(),
+               text.c_str());
   throw python_error();
 }
 
 int64_t depth_in(PyObject* value, const char* option) {
   const int64_t depth = int_in(value, option, "int");
   if (depth >= 0) return depth;
-  PyErr_Format(PyExc_ValueError, "%s: %s must be 0 or more, and is %R", user, option, value);
+  PyErr_Format(PyExc_ValueError, "%s: %s must be 0 or more, got %R", user, option, value);
   throw python_error();
 }
 
@@ -134,7 +134,8 @@ void add_modules(std::vector<PyObject*>& modules, PyObject* value) {
   }
   for (const py::handle each : all) {
     if (!is_module(each.ptr())) {
-      PyErr_Format(PyExc_TypeError, "%s: modules must be modules, and one is %R", user, each.ptr());
+      PyErr_Format(PyExc_TypeError, "%s: modules must be a list of modules, got %R in it", user,
+                   each.ptr());
       throw python_error();
     }
     modules.push_back(each.ptr());
@@ -187,9 +188,8 @@ CheckpointOptions options_in(const py::dict& named, bool has_modules) {
     if (given.take(name.ptr(), value.ptr()) && (has_modules || given.modules.empty())) continue;
     PyErr_Format(
         PyExc_TypeError,
-        "remat: there is no option %R here. Hint: give options of remat.checkpoint, which its "
-        "help() lists%s",
-        name.ptr(), has_modules ? "" : ", but for modules");
+        "remat: there is no option %R. Hint: use the options that help(remat.checkpoint) lists%s",
+        name.ptr(), has_modules ? "" : ", except modules");
     throw python_error();
   }
   return given.options;

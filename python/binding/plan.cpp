@@ -120,7 +120,7 @@ Plan make_plan(const py::object& stages, const py::iterable& regions, std::vecto
   for (const py::handle each : regions) {
     const py::tuple numbers(py::reinterpret_borrow<py::object>(each));
     if (numbers.size() != 2)
-      throw py::value_error("remat.Plan: a region is (first, last), and one is " +
+      throw py::value_error("remat.Plan: each region must be a pair (first, last), got " +
                             std::string(py::repr(each)) + ".");
     all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>()});
   }

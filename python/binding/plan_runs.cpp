@@ -26,8 +26,8 @@ at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const c
   const auto owned = py::reinterpret_steal<py::object>(result);
   const at::Tensor* const tensor = tensor_in(result);
   if (tensor == nullptr) {
-    PyErr_Format(PyExc_TypeError, "remat.%s: stage %zu returned %R, and must return one tensor.",
-                 verb, number, reinterpret_cast<PyObject*>(Py_TYPE(result)));
+    PyErr_Format(PyExc_TypeError, "remat.%s: stage %zu must return one tensor, got %R.", verb,
+                 number, reinterpret_cast<PyObject*>(Py_TYPE(result)));
     throw python_error();
   }
   return *tensor;

@@ -88,14 +88,15 @@ CheckpointPolicy answer_in(const py::object& answer, py::handle function,
     return static_cast<CheckpointPolicy>(py::int_(answer.attr("value")).cast<int>());
   const std::string asked(context.op_name);
   // No TypeError: `x @ y` would make one of its own of it.
-  PyErr_Format(PyExc_ValueError,
-               "remat: the policy %R returned %R when it was asked about %s.%s\nHint: return a "
-               "CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool: True to keep the "
-               "result, False to compute it again.",
-               function.ptr(), answer.ptr(), asked.c_str(),
-               answer.is_none() ? "\nCause: a function that comes to its end without `return` "
-                                  "returns None."
-                                : "");
+  PyErr_Format(
+      PyExc_ValueError,
+      "remat: the policy %R returned %R for %s.%s\n"
+      "Hint: return a CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool: True to "
+      "keep the result, False to compute it again.",
+      function.ptr(), answer.ptr(), asked.c_str(),
+      answer.is_none() ? "\n"
+                         "Cause: a function that ends without `return` returns None."
+                       : "");
   throw py::error_already_set();
 }
 
@@ -156,7 +157,7 @@ Policy policy_of(const std::string& function, const py::tuple& given, const py::
 /// The tensor that a function of the package was given. Throws py::error_already_set.
 const at::Tensor& named_tensor(const py::object& x, const char* function) {
   if (const at::Tensor* const tensor = tensor_in(x.ptr())) return *tensor;
-  PyErr_Format(PyExc_TypeError, "remat.%s: x must be a torch.Tensor, and is %R", function, x.ptr());
+  PyErr_Format(PyExc_TypeError, "remat.%s: x must be a torch.Tensor, got %R", function, x.ptr());
   throw py::error_already_set();
 }
 
@@ -172,8 +173,7 @@ Policy policy_in(PyObject* object) {
   }
   PyErr_Format(
       PyExc_TypeError,
-      "remat: a policy must be a remat.Policy, a table (dict or text), a function or None, "
-      "and is %R",
+      "remat: a policy must be a remat.Policy, a table (dict or text), a function or None, got %R",
       object);
   throw py::error_already_set();
 }
@@ -217,8 +217,8 @@ void add_policy(py::module_& module) {
   module.def("checkpoint_name", wrapped([](const py::object& x, const py::object& name) {
                const at::Tensor& tensor = named_tensor(x, "checkpoint_name");
                if (PyUnicode_Check(name.ptr()) == 0) {
-                 PyErr_Format(PyExc_TypeError,
-                              "remat.checkpoint_name: name must be a str, and is %R", name.ptr());
+                 PyErr_Format(PyExc_TypeError, "remat.checkpoint_name: name must be a str, got %R",
+                              name.ptr());
                  throw py::error_already_set();
                }
                return checkpoint_name(tensor, name.cast<std::string>());

@@ -279,8 +279,9 @@ bool warn_of_late_function(PyObject* result) {
     return true;
   return PyErr_WarnFormat(
              PyExc_UserWarning, 1,
-             "remat.checkpoint: the function returned a %s, whose code runs when the region is over: nothing that it "
-             "computes is dropped. Hint: make regions of the functions that it calls.",
+             "remat.checkpoint: the function returned a %s, whose code runs after the end of the "
+             "region, so the region drops none of its tensors. Hint: make the functions that it "
+             "calls regions.",
              is_coroutine ? "coroutine" : "generator") == 0;
 }
 

@@ -65,11 +65,11 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
     --count;
   }
   if (count == 0) {
-    PyErr_SetString(PyExc_TypeError, "remat.save_region: a function is needed");
+    PyErr_SetString(PyExc_TypeError, "remat.save_region: the function is missing");
     return nullptr;
   }
   if (PyCallable_Check(arguments[0]) == 0) {
-    PyErr_Format(PyExc_TypeError, "remat.save_region: the function must be a function, and is %R",
+    PyErr_Format(PyExc_TypeError, "remat.save_region: the function must be a function, got %R",
                  arguments[0]);
     return nullptr;
   }

@@ -141,15 +141,18 @@ def said(value: Any) -> str:
 
 def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
     """`user`: the function, as its callers write it."""
-    text = f"{user}: {name} must be {words}, and is {said(value)}"
+    text = f"{user}: {name} must be {words}, got {said(value)}"
     if isinstance(value, str) and words.startswith("a list"):
-        text += f". Hint: [{value!r}]."
+        text += f". Hint: pass [{value!r}]."
     elif isinstance(value, type) and words == "a torch.nn.Module" and issubclass(value, nn.Module):
-        text += f". Hint: make one, {value.__name__}(...), or give each that there is."
+        text += f". Hint: pass a module, {value.__name__}(...), or call this for each existing one."
     elif isinstance(value, types.FunctionType) and user == "remat.Checkpointed" and name == "module":
-        text += ". Hint: remat.checkpoint(function, ...) where it is called, or @remat.checkpoint() on it."
+        text += (
+            ". Hint: call remat.checkpoint(function, ...), or decorate the function with "
+            "@remat.checkpoint()."
+        )
     elif isinstance(value, types.FunctionType) and "function" not in words:
-        text += f". Hint: as a decorator it needs its arguments in parentheses, @{user}(...)."
+        text += f". Hint: a decorator needs its arguments in parentheses: @{user}(...)."
     return TypeError(text)
 
 

@@ -57,8 +57,8 @@ def _read_text(text: str) -> tuple[Optional[int], Fraction]:
     if share <= 0:
         raise ValueError(
             f"remat.budget: the budget {text!r} is neither a size nor a share of the free memory. "
-            "Hint: a number and one "
-            f"of {', '.join(_UNITS)}, such as '8 GiB'; or 'free', 'free - 5 %'."
+            f"Hint: write a number and a unit ({', '.join(_UNITS)}), such as '8 GiB'; or write "
+            "'free' or 'free - 5 %'."
         )
     return None, share
 
@@ -70,9 +70,9 @@ def _free(text: str, share: Fraction, device: Union[torch.device, str, int, None
         if error.kind is not ErrorKind.UNSUPPORTED:
             raise
         raise ValueError(
-            f"remat.budget: the budget {text!r} asks for the free memory, "
-            "and nothing says how much is free.\n"
-            f"Cause: {error}\nHint: give the budget as a size, such as '8 GiB'."
+            f"remat.budget: the budget {text!r} depends on the free memory, which is not known.\n"
+            f"Cause: {error}\n"
+            "Hint: write the budget as a size, such as '8 GiB'."
         ) from None
 
 
@@ -81,7 +81,10 @@ class Budget(Guard):
 
     def _latest(self, asked: str) -> Any:
         if self._last is None:
-            raise RuntimeError(f"{self._text}: {asked} was called before the scope was entered")
+            raise RuntimeError(
+                f"{self._text}: {asked} was called before the scope was entered. Hint: call it "
+                "inside the `with` block, or after it."
+            )
         return self._last
 
     def report(self) -> BudgetReport:
@@ -142,10 +145,10 @@ def budget(
     region.
     """
     if over not in ("continue", "throw"):
-        raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
+        raise ValueError(f"remat.budget: over must be 'continue' or 'throw', got {over!r}")
     if min_bytes is not None and min_bytes < 0:
         raise ValueError(
-            f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}"
+            f"remat.budget: min_bytes must be 0 or more, or None, got {min_bytes!r}"
         )
     size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
 

@@ -15,10 +15,11 @@ from ._policy import Policy
 Types = Union[str, type[nn.Module], Iterable[Union[str, type[nn.Module]]]]
 
 _CONDITIONS = (
-    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a dot, "
-    "`**` anything, `|` stands between several), type (of classes, the same way), every (a number "
-    "from 1 up) and policy (text for Policy.parse); "
-    'for example "every=2,name=layers.*,type=Bottleneck".'
+    'Hint: write conditions as key=value, separated by commas. The keys are name (a pattern of '
+    'paths: `*` matches anything except a dot, `**` matches anything, `|` separates '
+    'alternatives), type (a pattern of class names, in the same syntax), every (a number of at '
+    'least 1) and policy (text for Policy.parse); for example '
+    '"every=2,name=layers.*,type=Bottleneck".'
 )
 
 
@@ -57,14 +58,15 @@ class ModuleChoice(NamedTuple):
 
             def refuse(cause: str, part: str = part.strip()) -> ValueError:
                 return ValueError(
-                    f'remat.ModuleChoice.parse: "{part}" in "{text}" was no condition. Cause: {cause}. {_CONDITIONS}'
+                    f'remat.ModuleChoice.parse: "{part}" in "{text}" was not a condition. Cause: '
+                    f'{cause}. {_CONDITIONS}'
                 )
 
             key, equals, value = (each.strip() for each in part.partition("="))
             if not equals:
                 raise refuse("it has no `=`")
             if key in found:
-                raise refuse(f"the key {key} stands there twice")
+                raise refuse(f"the key {key} appears twice")
             if key not in ("name", "type", "every", "policy"):
                 raise refuse(f'there is no key "{key}"')
             if not value:
@@ -72,7 +74,7 @@ class ModuleChoice(NamedTuple):
             found[key] = value
             if key == "every":
                 if not re.fullmatch("[0-9]{1,18}", value) or int(value) < 1:
-                    raise refuse(f'"{value}" is no number from 1 up')
+                    raise refuse(f'"{value}" is not a number of at least 1')
                 every = int(value)
             elif key == "policy":
                 Policy.parse(value)
@@ -98,16 +100,21 @@ class ModuleChoice(NamedTuple):
             check(verb, field, annotation, getattr(self, field))
         types = _listed(self.types)
         if self.every < 1:
-            raise ValueError(f"{verb}: every was {self.every!r}. Hint: 1 for each, 2 for every second, and so on.")
+            raise ValueError(
+                f"{verb}: every was {self.every!r}. Hint: set 1 for each match, 2 for every "
+                "second match, and so on."
+            )
         if not self.name and not types and self.predicate is None:
             raise ValueError(
-                f"{verb}: the choice had no condition. Cause: all modules would be regions in each other. Hint: choose "
-                'by name, types or a predicate: types=Bottleneck, every=2; or "every=2,type=Bottleneck".'
+                f'{verb}: the choice had no condition. Cause: every module would become a region '
+                'inside the region of its parent. Hint: choose by name, types or a predicate: '
+                'types=Bottleneck, every=2; or "every=2,type=Bottleneck".'
             )
         for patterns in (self.name, *(each for each in types if isinstance(each, str))):
             if patterns and not all(pattern.strip() for pattern in patterns.split("|")):
                 raise ValueError(
-                    f'{verb}: a pattern in "{patterns}" was empty. Hint: write something before and after each `|`.'
+                    f'{verb}: a pattern in "{patterns}" was empty. Hint: write a pattern before '
+                    'and after each `|`.'
                 )
         tree = list(root.named_modules(remove_duplicate=False))
         fitting = [(path, module) for path, module in tree if self._fits(path, module, types)]
@@ -115,9 +122,10 @@ class ModuleChoice(NamedTuple):
             there = [f"{path or 'the root'} ({class_name(module)})" for path, module in tree]
             more = [f"and {len(there) - 12} more"] if len(there) > 12 else []
             raise ValueError(
-                f'{verb}: no module of the tree fits "{self}". Cause: the tree has {", ".join(there[:12] + more)}. '
-                "Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of layers, "
-                "`layers.**` all below it."
+                f'{verb}: no module of the tree matches "{self}". Cause: the tree has '
+                f'{", ".join(there[:12] + more)}. Hint: choose some of these. In paths, `*` '
+                'matches anything except a dot: `layers.*` are the children of layers, '
+                '`layers.**` all modules below it.'
             )
         return fitting[:: self.every]
 

@@ -294,9 +294,9 @@ def install(
         atexit.register(_report)
     if not _reaches_upstream:
         raise RuntimeError(
-            f"remat.install: torch {torch.__version__} makes the regions of torch.utils.checkpoint in a way that this "
-            f"remat does not know, so that they would go on to run on torch's own code. Hint: call remat.checkpoint, or "
-            f"take a newer remat or an older torch"
+            "remat.install: this version of remat does not know the torch.utils.checkpoint of "
+            f"torch {torch.__version__}, so its regions would continue to run on torch's own "
+            "code. Hint: call remat.checkpoint, or install a newer remat or an older torch"
         )
     opened = None if budget is None else make_budget(budget).__enter__()
     if opened is not None:

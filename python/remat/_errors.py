@@ -96,9 +96,11 @@ class BudgetExceeded(torch.OutOfMemoryError):
 # What the library's texts say to C++ programs, in Python's words: phrases first, then what is left of single names.
 _PHRASES = (
     # Of warnings.
-    ("a RecomputeObserver's end threw, which is ignored", "what observe_recomputes was given as `end` raised, which is ignored"),
+    ("an exception from a RecomputeObserver's end was ignored",
+     "an exception from the `end` of observe_recomputes was ignored"),
     ("remat: a StateProvider could", "remat.state_provider: a provider could"),
-    ("remat: what a guard guards could not be put back", "remat: what a guard inside a region guards could not be put back"),
+    ("remat: the state of a guard could not be restored",
+     "remat: the state of a guard inside a region could not be restored"),
     ("(in a tuple, a vector, a struct with visit_tensors)", "(in a tuple, a list, a dictionary, a dataclass)"),
     ("a member that holds an attention map", "an attribute that holds an attention map"),
     ("only if !remat::is_recomputing()", "only if not remat.is_recomputing()"),
@@ -123,7 +125,7 @@ _PHRASES = (
     ("INT64_MAX for a report without a limit", "sys.maxsize for a report without a limit"),
     ("let OverBudget::Continue exceed the budget", 'pass over="continue" to exceed the budget'),
     ("(BudgetOptions::check_values)", "(check_values=True)"),
-    ("is no c10::DeviceAllocator, so that it has no statistics", "keeps no statistics"),
+    ("is not a c10::DeviceAllocator, so it has no statistics", "keeps no statistics"),
 )  # fmt: skip
 _GUARDS = {
     "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",

@@ -33,7 +33,7 @@ except ImportError as error:
     if not ("undefined symbol" in str(error) or "libremat" in str(error)) or "binding number" in str(error):
         raise
     raise ImportError(
-        f"remat: the extension module and libremat.so do not fit together, or one is missing ({error}). "
+        f"remat: the extension module and libremat.so do not match, or one is missing ({error}). "
         "Hint: install the package again, so that both come from one build."
     ) from error
 
@@ -68,9 +68,10 @@ class _FunctionModes:
         if _function_modes()[1] != [mode() for mode, _ in self.others]:
             names = ", ".join(name for _, name in self.others)
             error = CheckpointError(
-                f"remat.checkpoint: the function mode {names} was active around the call of the region, "
-                "and was not active around its recompute, so that the gradient would be wrong.\n"
-                "Cause: torch turns function modes off in a backward, also inside of their `with`.\n"
+                f"remat.checkpoint: the function mode {names} was active around the call of the "
+                "region, but not around its recompute, so the gradient would be wrong.\n"
+                "Cause: torch turns function modes off in a backward, even inside their `with` "
+                "block.\n"
                 "Hint: open the mode inside the region's function."
             )
             error.kind = ErrorKind.UNSUPPORTED

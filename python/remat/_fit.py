@@ -215,9 +215,9 @@ def fit(
         isinstance(model_or_stages, nn.Sequential) and plain_class(model_or_stages).forward is nn.Sequential.forward
     ):
         raise ValueError(
-            f"remat.fit: a {class_name(model_or_stages)} does not say what its stages are. Hint: pass them as a list of "
-            "functions from one tensor to one tensor, [embed, *blocks, head_and_loss] say, and call the result in the "
-            "place of the model."
+            f"remat.fit: a {class_name(model_or_stages)} has no list of stages. Hint: pass the "
+            "stages as a list of functions from one tensor to one tensor, such as [embed, "
+            "*blocks, head_and_loss], and call the result instead of the model."
         )
     if not isinstance(model_or_stages, nn.Module) and not hasattr(model_or_stages, "__iter__"):
         raise refuse("remat.fit", "the stages", "a list of functions, or a torch.nn.Sequential", model_or_stages)
@@ -233,7 +233,9 @@ def fit(
         settings: dict[str, Any] = {"warmup": warmup, "repeats": repeats, "early_stop": early_stop, "progress": progress}
         cost = measure(functions, sample, moving=moving, **settings)
     elif len(cost.stages) != len(functions):
-        raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
+        raise ValueError(
+            f"remat.fit: the cost has {len(cost.stages)} stages, but {len(functions)} were passed."
+        )
     if moving is None and cost.moving is not None:
         cost = cost._replace(moving=None)
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)

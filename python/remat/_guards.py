@@ -40,7 +40,10 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
             if self._entered[i][0] == this_thread:
                 self._entered.pop(i)[1].end()
                 return
-        raise RuntimeError(f"{self._text} was left on a thread that has not entered it")
+        raise RuntimeError(
+            f"{self._text} was left on a thread that had not entered it. Hint: leave a guard on "
+            "the thread that entered it."
+        )
 
     def __call__(self, function: F) -> F:
         @functools.wraps(function)

@@ -111,7 +111,10 @@ def _choice(
 ) -> ModuleChoice:
     if choice is not None:
         if types or names or predicate is not None or every != 1:
-            raise ValueError(f"{verb}: either a choice or types, names, predicate and every, not both")
+            raise ValueError(
+                f"{verb}: a choice was passed together with types, names, predicate or every. "
+                "Hint: pass either the choice or the others."
+            )
         return ModuleChoice.parse(choice) if isinstance(choice, str) else choice
     name = names if isinstance(names, str) else "|".join(names)
     return ModuleChoice(name=name, types=types, predicate=predicate, every=every)
@@ -172,7 +175,7 @@ def apply(
             switch_on(module, region)
         except TypeError as error:
             reason = f"its class cannot change: {error.__cause__}"
-            cure = "remat.checkpoint(module, ...) where it is called"
+            cure = "call remat.checkpoint(module, ...)"
             applied.refused.append(RefusedModule(path, type, reason, cure))
         else:
             applied.regions.append(ChosenModule(path, type))
@@ -271,8 +274,8 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
     """
     if result.grad_fn is None:
         raise ValueError(
-            "remat.unused_regions: the result had no graph. Cause: it does not require grad, or was computed without grad "
-            "mode. Hint: pass what backward is called on."
+            "remat.unused_regions: the result had no graph. Cause: it does not require grad, or "
+            "was computed without grad mode. Hint: pass the tensor on which backward is called."
         )
     used = {id(leaf) for leaf in _leaves_below(result)}
     found = []
@@ -285,9 +288,9 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
                 UnusedRegion(
                     path,
                     class_name(module),
-                    "its parameters are in the graph, and its own call was never reached",
-                    f"call the module itself ({path or 'the root'}) where its parts or its class's forward are called, or "
-                    "make what is called there a region",
+                    "its parameters are in the graph, but the module itself was never called",
+                    f"call the module itself ({path or 'the root'}) instead of its parts or its "
+                    "class's forward, or make those parts regions",
                 )
             )
     return found

@@ -212,7 +212,10 @@ def save_elsewhere(
     """
     for method in ("store", "load"):
         if not callable(getattr(place, method, None)):
-            raise TypeError(f"remat.save_elsewhere: a place must have a method `{method}`, and {place!r} has none")
+            raise TypeError(
+                f"remat.save_elsewhere: a place must have a method `{method}`, but {place!r} has "
+                "none"
+            )
     return guard_of(save_elsewhere, {**locals(), "method": None}, Guard)
 
 

@@ -286,7 +286,9 @@ def checkpoint_sequential(
     functions = stages_of("remat.checkpoint_sequential", stages)
     plans = {"torch": torch_sequential_plan, "balanced": balanced_plan}
     if split not in plans:
-        raise ValueError(f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', and is {split!r}")
+        raise ValueError(
+            f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', got {split!r}"
+        )
     plan = plans[split](len(functions), segments)
     if checkpoint_last:
         first = plan.regions[-1].last + 1 if plan.regions else 1

@@ -25,7 +25,9 @@ def name_of(operator: Operator) -> str:
         return f"{operator._schema.name}.{operator._overloadname}"
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return operator._qualified_op_name
-    raise TypeError(f"remat: an operator must be a name, or of torch.ops, and is {operator!r}")
+    raise TypeError(
+        f"remat: an operator must be a name or an operator of torch.ops, got {operator!r}"
+    )
 
 
 # fmt: off

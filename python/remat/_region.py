@@ -51,9 +51,11 @@ class ValueComparison:
         for name in ("absolute_tolerance", "relative_tolerance", "max_elements"):
             value = getattr(self, name)
             if not value >= 0:
-                raise ValueError(f"remat.ValueComparison: {name} must be 0 or more, and is {value!r}")
+                raise ValueError(f"remat.ValueComparison: {name} must be 0 or more, got {value!r}")
         if self.nan not in ("bits", "any"):
-            raise ValueError(f"remat.ValueComparison: nan must be 'bits' or 'any', and is {self.nan!r}")
+            raise ValueError(
+                f"remat.ValueComparison: nan must be 'bits' or 'any', got {self.nan!r}"
+            )
 
 
 add_kind("ValueComparison", of_class(ValueComparison, "a remat.ValueComparison"))
@@ -81,8 +83,9 @@ def refuse_function(user: str, function: Any) -> None:
     """Raises TypeError for what is no function that a region could run."""
     if isinstance(function, type) and hasattr(function, "_call_impl"):  # of modules
         raise TypeError(
-            f"{user}: the function must be a function or a module, and is {said(function)}. Hint: "
-            f"remat.Checkpointed({function.__name__}(...)), or @remat.checkpoint() on its forward."
+            f"{user}: the function must be a function or a module, got {said(function)}. Hint: "
+            f"pass remat.Checkpointed({function.__name__}(...)), or decorate its forward with "
+            "@remat.checkpoint()."
         )
     if not callable(function):
         raise refuse(user, "the function", "a function or a module", function)
@@ -96,8 +99,9 @@ def unbound(function: Any, error: TypeError) -> TypeError:
     except TypeError as missing:
         name = getattr(function, "__name__", type(function).__name__)
         return TypeError(
-            f"remat.checkpoint: {name} was called without arguments: {missing}. Cause: remat.checkpoint(function, ...) calls "
-            "the function, and as a decorator it needs parentheses. Hint: @remat.checkpoint() above the function, or "
+            f"remat.checkpoint: {name} was called without arguments: {missing}. Cause: "
+            "remat.checkpoint(function, ...) calls the function; a decorator needs parentheses. "
+            "Hint: write @remat.checkpoint() above the function, or call "
             "remat.checkpoint(function, *arguments)."
         )
     except ValueError:  # a function without a signature

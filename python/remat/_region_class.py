@@ -34,10 +34,11 @@ class Region:
     ) -> None:
         if buffers not in _BUFFERS:
             known = ", ".join(map(repr, _BUFFERS))
-            raise ValueError(f"remat.Checkpointed: buffers must be one of {known}, and is {buffers!r}")
+            raise ValueError(f"remat.Checkpointed: buffers must be one of {known}, got {buffers!r}")
         if not isinstance(level, int) or level < 0:
             raise ValueError(
-                f"remat.Checkpointed: level was {level!r}. Hint: 0 for never, 1 and up for the level that turns it on."
+                f"remat.Checkpointed: level was {level!r}. Hint: set 0 for never, or the "
+                "checkpoint level from which the module is a region (1 or more)."
             )
         self.options = options
         self.training_only = training_only
@@ -204,15 +205,16 @@ def reason_against(module: nn.Module) -> Optional[tuple[str, str]]:
     from torch.nn.modules.lazy import LazyModuleMixin
 
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is a script module, whose class cannot change", "remat.checkpoint(module, ...) where it is called"
+        return "it is a script module, whose class cannot change", "call remat.checkpoint(module, ...)"
     if plain_class(module).forward is nn.Module.forward:
-        return "it has no forward, so no call of it could be a region", "choose its children: name=PATH.*"
+        return "it has no forward, so it cannot be a region", "choose its children: name=PATH.*"
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return "it is a lazy module, which takes another class when it is first called", "call it once before"
+        return "it is a lazy module, which changes its class in its first call", "call it once before"
     if "forward" in module.__dict__:
         return (
-            "its object has a forward of its own, which goes past that of its class",
-            "make it a region before that forward is put in, or remat.checkpoint(module, ...) where it is called",
+            "the object has its own forward, which replaces that of its class",
+            "make it a region before that forward is assigned, or call remat.checkpoint(module, "
+            "...)",
         )
     return None
 

@@ -198,28 +198,38 @@ class Arguments(Case):
     def test_what_is_no_function_is_no_region(self) -> None:
         for call in (lambda: remat.checkpoint(3), lambda: remat.checkpoint(3, x)):  # type: ignore[call-overload]
             self.assertEqual(
-                refused(call), "remat.checkpoint: the function must be a function or a module, and is 3"
+                refused(call), "remat.checkpoint: the function must be a function or a module, "
+                               "got 3"
             )
-        self.assertIn("must be a function or a module, and is 3", refused(lambda: remat.checkpoint()(3)))  # type: ignore
+        self.assertIn(
+            "must be a function or a module, got 3",
+            refused(lambda: remat.checkpoint()(3)),  # type: ignore
+        )
         for call in (lambda: remat.checkpoint(torch.nn.Linear, 2, 2), lambda: remat.checkpoint()(torch.nn.Linear)):
             self.assertRegex(refused(call), r"is the class Linear\. Hint: remat\.Checkpointed\(Linear\(\.\.\.\)\)")
         self.assertEqual(
             refused(lambda: remat.save_region(3)),  # type: ignore[arg-type]
-            "remat.save_region: the function must be a function, and is 3",
+            "remat.save_region: the function must be a function, got 3",
         )
-        self.assertIn("stage 2 must be a function or a module, and is 3", refused(lambda: remat.measure([block, 3], x)))  # type: ignore
+        self.assertIn(
+            "stage 2 must be a function or a module, got 3",
+            refused(lambda: remat.measure([block, 3], x)),  # type: ignore
+        )
         self.assertIn("the stages must be a list of functions", refused(lambda: remat.fit(3, x, 1)))  # type: ignore
 
     def test_what_is_no_module_is_not_checkpointed(self) -> None:
         self.assertEqual(
             refused(lambda: remat.Checkpointed(3)),  # type: ignore[type-var]
-            "remat.Checkpointed: module must be a torch.nn.Module, and is 3",
+            "remat.Checkpointed: module must be a torch.nn.Module, got 3",
         )
         self.assertRegex(
             refused(lambda: remat.Checkpointed(torch.nn.Linear)),  # type: ignore[type-var]
             r"and is the class Linear\. Hint: make one, Linear\(\.\.\.\)",
         )
-        self.assertIn("@remat.checkpoint() on it", refused(lambda: remat.Checkpointed(block)))  # type: ignore[type-var]
+        self.assertIn(
+            "decorate the function with @remat.checkpoint()",
+            refused(lambda: remat.Checkpointed(block)),  # type: ignore[type-var]
+        )
 
     def test_a_decorator_without_parentheses_says_so(self) -> None:
         def decorated() -> None:
@@ -246,7 +256,8 @@ class Arguments(Case):
         tail(x).sum().backward()
         self.assertEqual(remat.counters()["frames_created"], before + 1)
         for guard in (remat.early_stop, remat.debug, remat.recompute_cache):
-            self.assertRegex(refused(lambda: guard(block)), r"as a decorator it needs its arguments in parentheses, @remat\.")
+            self.assertRegex(refused(lambda: guard(block)), "a decorator needs its arguments in "
+                                                            "parentheses: @remat\.")
 
     def test_a_decorator_reads_its_modules_in_each_call(self) -> None:
         norm = torch.nn.BatchNorm1d(2)
@@ -268,9 +279,16 @@ class Arguments(Case):
         self.assertIn("Hint: ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
 
     def test_tensors_and_providers(self) -> None:
-        self.assertEqual(refused(lambda: remat.pin(3)), "remat.pin: x must be a torch.Tensor, and is 3")  # type: ignore
-        self.assertIn("name must be a str, and is 3", refused(lambda: remat.checkpoint_name(x, 3)))  # type: ignore
-        self.assertIn("an object with `capture` and `restore`, and is 3", refused(lambda: remat.state_provider(3)))  # type: ignore
+        self.assertEqual(refused(lambda: remat.pin(3)), "remat.pin: x must be a torch.Tensor, "
+                                                        "got 3")  # type: ignore
+        self.assertIn(
+            "name must be a str, got 3",
+            refused(lambda: remat.checkpoint_name(x, 3)),  # type: ignore
+        )
+        self.assertIn(
+            "an object with `capture` and `restore`, got 3",
+            refused(lambda: remat.state_provider(3)),  # type: ignore
+        )
 
 
 # Functions of the extension do not say what their arguments are called.

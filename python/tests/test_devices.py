@@ -167,7 +167,8 @@ class Device(Case):
                 torch.autograd.grad(y.sum(), middle)
             loaded.append(recorder.report().devices[0].bytes_in // (4 * 50_000))
         self.assertEqual(loaded, [2, 3, 5])
-        with self.assertRaisesRegex(ValueError, "remat.checkpoint: offload_prefetch_depth must be 0 or more, and is -1"):
+        with self.assertRaisesRegex(ValueError, "remat.checkpoint: offload_prefetch_depth must "
+                                                "be 0 or more, got -1"):
             remat.checkpoint(torch.sin, x, offload_prefetch_depth=-1)
 
     def test_every_allocation(self) -> None:
@@ -204,7 +205,7 @@ class Device(Case):
             y = stage(y)
         self.assertTrue(torch.equal(found.cpu(), torch.autograd.grad(y, self.x)[0].cpu()))
         self.assertGreater(remat.free_budget(cost, self.device), 0)
-        with self.assertRaisesRegex(ValueError, "the cost is of 7 stages, and there are 6"):
+        with self.assertRaisesRegex(ValueError, "the cost has 7 stages, but 6 were passed"):
             remat.fit(stages[1:], self.x, least, cost=cost)
 
     def test_plans_that_move_to_the_cpu(self) -> None:

@@ -312,7 +312,7 @@ class Installing(Case):
     def test_a_torch_that_does_not_call_it_is_refused(self) -> None:
         drop_in._reaches_upstream = False
         try:
-            with self.assertRaisesRegex(RuntimeError, "go on to run on torch's own code"):
+            with self.assertRaisesRegex(RuntimeError, "continue to run on torch's own code"):
                 remat.install()
         finally:
             drop_in._reaches_upstream = True

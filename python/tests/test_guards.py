@@ -129,7 +129,7 @@ print("over")
             with tiers:  # again
                 pass
             self.assertEqual(tiers.counts.loads, 0)
-        with self.assertRaisesRegex(ValueError, "there is no directory for what is more"):
+        with self.assertRaisesRegex(ValueError, "there is no directory for tensors beyond that"):
             with remat.save_in_tiers(host_bytes=10):
                 pass
         with self.assertRaisesRegex(ValueError, r"remat\.save_in_tiers: device_bytes is -1"):
@@ -540,7 +540,8 @@ class Places(Case):
             y.backward()
         place.fails = "result"
         for place.loaded, kind, text in (
-            (None, TypeError, "`load` of .* returned something that is not like .*256 elements of torch.uint8 on cpu.*: None"),
+            (None, TypeError, "`load` of .* returned a value that does not match .*256 elements "
+                              "of torch.uint8 on cpu.*: None"),
             (torch.ones(256), ValueError, r"It was: '\[256\] of torch.float32 on cpu'"),
             (torch.ones(255).byte(), ValueError, r"It was: '\[255\] of torch.uint8 on cpu'"),
             (torch.ones(16, 16).byte(), ValueError, r"It was: '\[16, 16\]"),

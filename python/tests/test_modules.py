@@ -473,16 +473,16 @@ class Modules(Case):
             "": "the text was empty",
             "evry=2": 'there is no key "evry"',
             "layers": "it has no `=`",
-            "name=a,name=b": "the key name stands there twice",
+            "name=a,name=b": "the key name appears twice",
             "name=": "its value is empty",
-            "every=0": '"0" is no number from 1 up',
+            "every=0": '"0" is not a number of at least 1',
             "name=a||b": "a pattern beside `|` is empty",
         }.items():
             with self.assertRaisesRegex(ValueError, cause.replace("|", r"\|").replace("`", "`")):
                 remat.ModuleChoice.parse(text)
         with self.assertRaisesRegex(ValueError, "no condition"):
             remat.apply(made(), every=2)
-        with self.assertRaisesRegex(ValueError, "no module of the tree fits"):
+        with self.assertRaisesRegex(ValueError, "no module of the tree matches"):
             remat.apply(made(), types="Blok")
         with self.assertRaisesRegex(TypeError, "no option"):
             remat.apply(made(), types=Block, erly_stop=True)

@@ -260,7 +260,8 @@ class Moving(Case):
         self.check_equal(self.x.grad, gradient(self.x.exp().sin().exp().sum(), self.x)[0])
 
     def test_what_it_refuses(self) -> None:
-        plan, cpu = remat.Plan.parse("[mv[1] 2 3 4 5]"), "the plan moves tensors of the CPU, and MoveOptions names no directory"
+        plan = remat.Plan.parse("[mv[1] 2 3 4 5]")
+        cpu = "the plan moves tensors of the CPU, but MoveOptions has no directory"
         run = lambda moving: remat.run(plan, self.stages, self.x, moving=moving)  # noqa: E731
         for moving in (None, remat.MoveOptions()):
             with self.assertRaisesRegex(ValueError, f"remat.run: {cpu}"):
@@ -272,10 +273,12 @@ class Moving(Case):
         with self.assertRaisesRegex(ValueError, r"remat.run: min_bytes is -1"):
             run(remat.MoveOptions(directory=self.directory, min_bytes=-1))
         for call in (run, lambda each: remat.measure(self.stages, self.x, moving=each)):
-            with self.assertRaisesRegex(TypeError, r"moving must be a remat\.MoveOptions or None, and is '/"):
+            with self.assertRaisesRegex(TypeError, "moving must be a remat\.MoveOptions or None, "
+                                                   "got '/"):
                 call("/tmp")
         cost = remat.measure(self.stages, self.x, repeats=1)
-        with self.assertRaisesRegex(ValueError, r"remat.simulate: the plan moves, and the chain has no ChainCost\.moving"):
+        with self.assertRaisesRegex(ValueError, "remat.simulate: the plan moves items, but the "
+                                                "chain has no ChainCost\.moving"):
             remat.simulate(cost, plan)
         for moves, text in ((remat.MoveCost(held_up_share=-1.5), "held_up_share"), (remat.MoveCost(-1), "store_s_per_byte")):
             with self.assertRaisesRegex(ValueError, rf"remat.solve: MoveCost\.{text} must be finite and at least 0, got -1"):

@@ -224,9 +224,9 @@ class RegionsInside(Failing):
                         self.gradient(outer, inner, function, torch.sin)
                     self.assertEqual(caught.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
                     text = str(caught.exception)
-                    self.assertIn("as an argument of a region inside, is at version 1; expected version 0", text)
-                    self.assertIn("the function of the region inside writes to its own argument", text)
-                    self.assertIn('Hint: set input_mode="copy_on_write" of the region inside', text)
+                    self.assertIn("as an argument of an inner region, is at version 1; expected version 0", text)
+                    self.assertIn("the function of the inner region writes to its own argument", text)
+                    self.assertIn('Hint: set input_mode="copy_on_write" of the inner region', text)
                     self.assertNotIn("plain autograd refuses", text)
 
 

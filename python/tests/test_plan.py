@@ -284,7 +284,7 @@ class Plans(Case):
         with self.assertRaises(remat.InfeasibleBudget) as raised:
             remat.fit(chain(), sample(), 1000, repeats=1)
         self.assertGreater(raised.exception.minimum_bytes, 1000)
-        with self.assertRaisesRegex(ValueError, "does not say what its stages are"):
+        with self.assertRaisesRegex(ValueError, "has no list of stages"):
             remat.fit(Block(), sample(), 1000)  # type: ignore[arg-type]
         with self.assertRaisesRegex(TypeError, "no option"):
             remat.fit(chain(), sample(), 10**9, erly_stop=False)

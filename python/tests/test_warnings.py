@@ -48,7 +48,8 @@ class Warnings(Case):
                 made: list[Any] = []
                 self.check(
                     lambda: made.append(run(function, leaf())),
-                    rf"^remat\.checkpoint: the function returned a {kind}, whose code runs when the region is over",
+                    f"^remat\.checkpoint: the function returned a {kind}, whose code runs after "
+                    "the end of the region",
                 )
                 made[0].close()
         with warnings.catch_warnings():
@@ -70,8 +71,9 @@ class Warnings(Case):
 
         self.check(
             step,
-            r'^remat\.checkpoint: a tensor that a recompute of region "survivor".*an attribute that holds.*'
-            r"\(in a tuple, a list, a dictionary, a dataclass\), or do it only if not remat\.is_recomputing\(\)\.$",
+            '^remat\.checkpoint: a tensor that a recompute of region "survivor".*an attribute '
+            'that holds.*\(in a tuple, a list, a dictionary, a dataclass\), or store it only if '
+            'not remat\.is_recomputing\(\)\.$',
         )
 
     def test_a_tensor_of_a_class_of_its_own_does_not_outlive_its_recompute(self) -> None:
@@ -100,7 +102,8 @@ step(survivor)
         self.assertEqual((ended.returncode, ended.stdout.splitlines()[-2:]), (0, ["plain 0", "survivor 1"]), ended.stdout)
 
     def test_lists_of_operators(self) -> None:
-        self.check(lambda: remat.save_ops(["aten::matmul"]), r'^remat\.save_ops: "aten::matmul" consists of other')
+        self.check(lambda: remat.save_ops(["aten::matmul"]), '^remat\.save_ops: "aten::matmul" '
+                                                             'is composed of other')
         self.check(lambda: remat.offload_ops(["aten::add_"]), r'^remat\.offload_ops: "aten::add_" writes to an argument')
 
     def test_a_name_that_nobody_gives(self) -> None:
@@ -115,7 +118,8 @@ step(survivor)
 
         with remat.observe_recomputes(end=end):
             y = remat.checkpoint(lambda t: t.sin().exp(), leaf()).sum()
-        self.check(y.backward, r"^remat: what observe_recomputes was given as `end` raised, which is ignored: .*mine")
+        self.check(y.backward, "^remat: an exception from the `end` of observe_recomputes was "
+                               "ignored: .*mine")
 
     def test_a_provider_that_raises_while_an_error_is_on_its_way(self) -> None:
         class Provider:
@@ -141,7 +145,8 @@ step(survivor)
             with self.assertRaisesRegex(ArithmeticError, "first"):
                 y.backward()
 
-        self.check(step, r"^remat\.state_provider: a provider could not put back its state while an error was on its way")
+        self.check(step, "^remat\.state_provider: a provider could not restore its state while "
+                         "another exception was propagating")
 
     def test_a_guard_that_a_recompute_opens_too_early(self) -> None:
         class Provider:
@@ -160,7 +165,8 @@ step(survivor)
 
         self.check(
             lambda: remat.checkpoint(f, leaf()),
-            r"^remat: what a guard inside a region guards could not be put back after a recompute: .*mine",
+            "^remat: the state of a guard inside a region could not be restored after a "
+            "recompute: .*mine",
         )
 
     def test_a_place_that_fails_at_the_end_of_the_scope(self) -> None:

@@ -158,9 +158,9 @@ TEST_CASE("a device that does not say what it has free is metered, but not limit
     const auto error = error_of<CheckpointError>([&] { MemoryLimitGuard limit(1000, device); });
     CHECK(error.kind() == CheckpointError::Kind::Unsupported);
     CHECK_THAT(error.what(), contains("device far:0 cannot be limited"));
-    CHECK_THAT(error.what(), contains("does not say how much memory is free"));
+    CHECK_THAT(error.what(), contains("does not report how much memory is free"));
     CHECK_THAT(error_of<CheckpointError>([&] { remat::free_bytes(device); }).what(),
-               contains("what device far:0 has free is not known"));
+               contains("the free memory of device far:0 is not known"));
     const Tensor tensor = bytes_on(0, 5000);  // nothing was left behind
     CHECK(meter.live_bytes() == before + 5000);
   }
@@ -258,7 +258,7 @@ TEST_CASE("devices whose memory nobody tells are refused", "[device][memory]") {
   const auto error = error_of<CheckpointError>([] { MemoryMeter meter((at::Device(at::kMeta))); });
   CHECK(error.kind() == CheckpointError::Kind::Unsupported);
   CHECK_THAT(error.what(), contains("the bytes of device meta"));
-  CHECK_THAT(error.what(), contains("the device's allocator is no c10::DeviceAllocator"));
+  CHECK_THAT(error.what(), contains("the device's allocator is not a c10::DeviceAllocator"));
   CHECK_THROWS_AS(MemoryMeter(at::Device(at::kXLA, 0)), CheckpointError);
   CHECK_THROWS_AS(MemoryLimitGuard(1, at::Device(at::kMeta)), CheckpointError);
   CHECK_THROWS_AS(MemoryLimitGuard(-1, stand_in::device(0)), c10::ValueError);

@@ -292,7 +292,7 @@ TEST_CASE("a copy through chunks that fails is an error where it must be made an
       wait_for_chunks();
     };
     if (must && is_known) {
-      CHECK_THROWS_WITH(forward(), contains("has to wait on the CPU could not be copied there"));
+      CHECK_THROWS_WITH(forward(), contains("has to be kept on the CPU could not be copied there"));
       CHECK_THROWS_WITH(forward(), contains("far failed to copy"));
       CHECK(!y.defined());
       CHECK(warnings.texts.empty());

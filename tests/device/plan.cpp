@@ -247,7 +247,7 @@ TEST_CASE("what is free is refused where nobody says it", "[device][plan]") {
   const auto error =
       error_of<remat::CheckpointError>([] { remat::free_bytes(at::Device(at::kCPU)); });
   CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
-  CHECK_THAT(text_of(error), contains("what device cpu has free is not known"));
+  CHECK_THAT(text_of(error), contains("the free memory of device cpu is not known"));
   {
     const MemoryLimitGuard limit(MemoryMeter().live_bytes() + 5000);
     CHECK(remat::free_bytes(at::Device(at::kCPU)) == 5000);

@@ -58,7 +58,7 @@ TEST_CASE("a region with a forward-mode tangent runs plainly, or is refused", "[
     CHECK(error.kind() == Kind::Unsupported);
     CHECK(std::string(error.what_without_backtrace()) ==
           "remat::checkpoint: an argument carries a forward-mode tangent.\n"
-          "Cause: forward-mode AD does not see what a recompute does.\n"
+          "Cause: forward-mode AD cannot follow a recompute.\n"
           "Hint: call the function without remat::checkpoint there, or leave "
           "CheckpointOptions::transforms at RunPlainly.");
     CHECK(calls.count() == 0);

@@ -41,16 +41,16 @@ TEST_CASE("a function that writes to its argument is told so in backward, with t
     REQUIRE(error.mismatches().size() == 1);
     CHECK(error.mismatches()[0].position == 1);
     const std::string frame = std::to_string(error.frame_id());
-    CHECK(
-        text_of(error) ==
-        "remat::checkpoint: " + inplace +
-            "tensor 1 of the arguments of region \"block 3\" (frame " + frame +
-            ", options at train.cpp:42), counted from 0, is at version 1; expected version 0 instead.\n"
-            "Cause: the region's function writes to its own argument, as an in-place activation at "
-            "its beginning does, and a recompute would begin with what was written.\n"
-            "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and the region "
-            "keeps a copy of its own; or pass a clone (`x.clone()`), or let the function use the "
-            "out-of-place operator.");
+    CHECK(text_of(error) ==
+          "remat::checkpoint: " + inplace +
+              "tensor 1 of the arguments of region \"block 3\" (frame " + frame +
+              ", options at train.cpp:42), counted from 0, is at version 1; expected version 0 "
+              "instead.\n"
+              "Cause: the region's function writes to its own argument, as an in-place activation "
+              "at its beginning does, and a recompute would start from the changed values.\n"
+              "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, so that the "
+              "region keeps its own copy; or pass a clone (`x.clone()`), or let the function use "
+              "the out-of-place operator.");
   }
 }
 
@@ -86,7 +86,8 @@ TEST_CASE("a write to another argument with the same memory is an error that say
   const CheckpointError error = mismatch_of(y, w);
   CHECK(error.kind() == Kind::InputChanged);
   CHECK_THAT(text_of(error), contains("tensor 0 of the arguments"));
-  CHECK_THAT(text_of(error), contains("was written to through another one that shares its memory"));
+  CHECK_THAT(text_of(error), contains("was written to through another tensor that shares its "
+                                      "memory"));
 }
 
 TEST_CASE("a region whose function writes to its argument runs forward as without a region",

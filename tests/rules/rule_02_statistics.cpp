@@ -36,17 +36,17 @@ TEST_CASE("running statistics that are arguments are an error in backward, with 
   for (int i = 0; i < 2; ++i) {
     const CheckpointError error = mismatch_of(y, x);
     CHECK(error.kind() == CheckpointError::Kind::InputChanged);
-    CHECK(
-        text_of(error) ==
-        "remat::checkpoint: one of the variables needed for gradient computation has been modified "
-        "by an inplace operation: a batch norm in training mode moved its running statistics, "
-        "which are tensor 1 of the arguments of region \"block 3\" (frame " +
-            std::to_string(error.frame_id()) +
-            ", options at train.cpp:42), counted from 0.\n"
-            "Cause: a recompute would begin with the moved statistics, and would move them once "
-            "more.\n"
-            "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and a recompute "
-            "moves a copy; or set buffers = BufferPolicy::Ignore if twice is right.");
+    CHECK(text_of(error) ==
+          "remat::checkpoint: one of the variables needed for gradient computation has been "
+          "modified by an inplace operation: a batch norm in training mode updated its running "
+          "statistics: tensor 1 of the arguments of region \"block 3\" (frame " +
+              std::to_string(error.frame_id()) +
+              ", options at train.cpp:42), counted from 0.\n"
+              "Cause: a recompute would start from the updated statistics, and would update them "
+              "once more.\n"
+              "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, so that a "
+              "recompute updates a copy; or set buffers = BufferPolicy::Ignore if a second update "
+              "is right.");
   }
   CHECK(warnings.texts.empty());
   CHECK(bit_equal(own.mean, plain.mean));  // nothing was moved by a recompute
@@ -97,7 +97,7 @@ TEST_CASE("a batch norm whose weight is frozen moves its running statistics, too
   const CheckpointError error =
       mismatch_of(remat::checkpoint(f, x, weight, bias, own.mean, own.variance), x);
   CHECK(error.kind() == CheckpointError::Kind::InputChanged);
-  CHECK_THAT(error.what(), contains("running statistics, which are tensor 3"));
+  CHECK_THAT(error.what(), contains("running statistics: tensor 3"));
   const Warnings warnings;
   const Tensor y = remat::checkpoint(
       {.name = "frozen"},

@@ -130,7 +130,7 @@ TEST_CASE(
   require_bit_equal(grad_of(remat::checkpoint(copies, without_stop, x * 1), {x}), expected);
   const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(by_thread, x * 1); });
   CHECK(error.kind() == remat::CheckpointError::Kind::InputChanged);
-  CHECK_THAT(error.what(), contains("a recompute that forward waits for wrote to tensor 0"));
+  CHECK_THAT(error.what(), contains("before forward did, while forward waits for the recompute"));
 }
 
 TEST_CASE("what a recompute has kept and changed in place since it does not read again",
@@ -168,7 +168,7 @@ TEST_CASE("what a recompute has kept and changed in place since it does not read
   CHECK(error.kind() == remat::CheckpointError::Kind::ValueMismatch);
   CHECK_THAT(error.what(), contains("modified by an inplace operation"));
   CHECK_THAT(error.what(),
-             contains("as an argument of a region inside, is at version 1; expected version 0"));
+             contains("as an argument of an inner region, is at version 1; expected version 0"));
 }
 
 TEST_CASE(

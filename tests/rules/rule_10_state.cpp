@@ -49,7 +49,7 @@ TEST_CASE("state with a history that nothing saves and that the function assigns
              },
              x * 2);
        }},
-      {"as an argument of a region inside",
+      {"as an argument of an inner region",
        [](Tensor& v, const Tensor& x) {
          const Tensor y = remat::checkpoint([](const Tensor& t) { return (t * 2).sin(); }, v);
          v = v * 0.5 + x;
@@ -103,7 +103,7 @@ TEST_CASE("an error about state that is assigned anew names the operator that ma
   CHECK(error.kind() == Kind::CaptureChanged);
   CHECK(error.mismatches().at(0).position == -1);
   CHECK_THAT(text_of(error), contains("made by AddBackward0 after forward began"));
-  CHECK_THAT(text_of(error), contains("state that the function, or a later call, assigns anew"));
+  CHECK_THAT(text_of(error), contains("the function, or a later call, assigns the variable anew"));
   grad_of(x.sum(), {x});  // LibTorch's queue lets go of the rest of the backward that threw
 }
 

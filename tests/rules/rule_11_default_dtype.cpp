@@ -43,7 +43,7 @@ TEST_CASE("a recompute under another default dtype is refused, and can be tried 
     CHECK(error.kind() == Kind::RecomputeFailed);
     CHECK_THAT(text_of(error),
                contains("the default dtype was Float when the region began and is Double now") &&
-                   contains("Hint: set it back before backward"));
+                   contains("Hint: restore it before backward"));
   }
   CHECK(calls.count() == 1);
   CHECK(bit_equal(grad_of(y, {x})[0], expected));

@@ -241,7 +241,7 @@ void add_zerotensors(std::vector<Function>& t) {
     function.except(
         Exception::Kind::MayRaise, "policy_hooks/backward_inside",
         "what a pack function runs to copy the zeros counts among the region's operators",
-        "the function does not compute the same again");
+        "the recompute did not repeat forward");
   };
   packs_zeros(add(t, "zerotensor_argument", [] {
     return Made{{leaf({3, 4}), at::_efficientzerotensor({3, 4}, at::kFloat)},
