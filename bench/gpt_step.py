@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """The Python peer of bench/gpt_step.cpp, which starts it: the same GPT with torch.utils.checkpoint.
 
-Arguments: DEVICE DTYPE VOCABULARY BLOCKS WIDTH HEADS CONTEXT BATCH. It reads one question a line and answers with one:
+Arguments: DEVICE DTYPE VOCABULARY BLOCKS WIDTH HEADS CONTEXT BATCH. It reads one question a line
+and answers with one:
     version                 -> torch's version and the folder of its libraries
     parameters              -> how many numbers the model has
-    sample WAY REPEATS      -> the nanoseconds that so many steps took together, and until they were queued on the device
-    peak WAY                -> [bytes] of a step at its peak beyond what is there before, on an accelerator; -1 on the CPU
+    sample WAY REPEATS      -> the nanoseconds that so many steps took together, and until they were
+    queued on the device
+    peak WAY                -> [bytes] of a step at its peak beyond what is there before, on an
+    accelerator; -1 on the CPU
 WAY: plain, blocks, matmuls.
 """
 
@@ -20,9 +23,11 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # not n
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
-MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+           torch.ops.aten.baddbmm.default}
 MATMULS |= {getattr(torch.ops.aten, name).default for name in dir(torch.ops.aten)
             if name.startswith("_scaled_dot_product") and not name.endswith("backward")}
 
@@ -33,11 +38,13 @@ class Block(nn.Module):
         self.heads = heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(),
+                                 nn.Linear(4 * width, width))
 
     def forward(self, x):
         batch, length, width = x.shape
-        parts = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        parts = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads,
+                                                                  width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -47,7 +54,8 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     def __init__(self, vocabulary, blocks, width, heads, context):
         super().__init__()
-        self.characters, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.characters = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
 
@@ -113,7 +121,8 @@ class Peer:
 
     def answer(self, question, *words):
         if question == "version":
-            return f"{torch.__version__} {os.path.realpath(os.path.join(os.path.dirname(torch.__file__), 'lib'))}"
+            libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+            return f"{torch.__version__} {os.path.realpath(libraries)}"
         if question == "parameters":
             return str(sum(parameter.numel() for parameter in self.model.parameters()))
         return {"sample": self.sample, "peak": self.peak}[question](*words)

@@ -1,4 +1,5 @@
-"""Plots as SVG text: lines, bars and labelled points, with axes, units and a legend. Nothing but the standard library."""
+"""Plots as SVG text: lines, bars and labelled points, with axes, units and a legend. Nothing but
+the standard library."""
 
 import math
 from xml.sax.saxutils import escape
@@ -13,10 +14,11 @@ LEFT, RIGHT, TOP, BOTTOM = 78, 36, 74, 58
 def text(x, y, words, anchor="start", size=13, color="#222222", turn=None, halo=False):
     around = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
     if halo:  # a white copy beneath: not every viewer knows paint-order
-        white = text(x, y, words, anchor, size, "white", turn).replace("<text", '<text stroke="white" stroke-width="4"')
+        white = text(x, y, words, anchor, size, "white",
+                     turn).replace("<text", '<text stroke="white" stroke-width="4"')
         return white + text(x, y, words, anchor, size, color, turn)
-    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{around}>'
-            f"{escape(words)}</text>")
+    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" '
+            f'text-anchor="{anchor}"{around}>{escape(words)}</text>')
 
 
 def line(x1, y1, x2, y2, color="#dddddd", width=1.0, dash=""):
@@ -41,7 +43,8 @@ class Axis:
         self.label, self.log = label, log
         least, most = min(values), max(values)
         if log:
-            self.low, self.high = 10 ** math.floor(math.log10(least)), 10 ** math.ceil(math.log10(most))
+            self.low, self.high = 10 ** math.floor(math.log10(least)), 10 ** math.ceil(
+                math.log10(most))
             if self.low == self.high:
                 self.high *= 10
             decades = round(math.log10(self.high / self.low))
@@ -51,7 +54,8 @@ class Axis:
         else:
             self.low = 0 if low is None else low
             step = 10 ** math.floor(math.log10(max(most - self.low, 1e-12)))
-            step *= next(factor for factor in (0.1, 0.2, 0.5, 1, 2) if (most - self.low) / (factor * step) <= 6)
+            step *= next(factor for factor in (0.1, 0.2, 0.5, 1, 2)
+                         if (most - self.low) / (factor * step) <= 6)
             self.high = self.low + step * math.ceil((most - self.low) / step * 1.0001)
             count = round((self.high - self.low) / step)
             self.ticks = [self.low + i * step for i in range(count + 1)]
@@ -65,10 +69,11 @@ class Axis:
 class Picture:
     def __init__(self, title, subtitle, height=HEIGHT, left=LEFT):
         self.height, self.left = height, left
-        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-                      f'height="{height}" font-family="sans-serif">',
+        self.parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                      f'width="{WIDTH}" height="{height}" font-family="sans-serif">',
                       f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-                      text(14, 24, title, size=16), text(14, 43, subtitle, size=12, color="#666666")]
+                      text(14, 24, title, size=16),
+                      text(14, 43, subtitle, size=12, color="#666666")]
 
     def x(self, axis, value):
         return self.left + axis.share(value) * (WIDTH - self.left - RIGHT)
@@ -102,7 +107,8 @@ class Picture:
         x = self.left
         if mark:
             x = 14
-            self.parts += [line(x, 60, x + 22, 60, MARK, 1.5, "6 4"), text(x + 28, 64.5, mark, size=12, color=MARK)]
+            self.parts += [line(x, 60, x + 22, 60, MARK, 1.5, "6 4"),
+                           text(x + 28, 64.5, mark, size=12, color=MARK)]
             x += 28 + 6.6 * len(mark) + 20
         for name, color in names:
             self.parts += [f'<rect x="{x:.1f}" y="54" width="12" height="12" fill="{color}"/>',
@@ -114,13 +120,14 @@ class Picture:
 
 
 def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, marks=()):
-    """`series`: (name, [(x, y)]); `marks`: (name, y) of a horizontal line, an aim. A logarithmic axis has no place for
-    what is not above 0: differences of noisy times can be."""
+    """`series`: (name, [(x, y)]); `marks`: (name, y) of a horizontal line, an aim. A logarithmic
+    axis has no place for what is not above 0: differences of noisy times can be."""
     if log_y:
         series = [(name, [point for point in points if point[1] > 0]) for name, points in series]
     xs = [x for _, points in series for x, _ in points]
     ys = [y for _, points in series for _, y in points] + [y for _, y in marks]
-    picture, across, up = Picture(title, subtitle), Axis(x_label, xs, log_x), Axis(y_label, ys, log_y)
+    picture = Picture(title, subtitle)
+    across, up = Axis(x_label, xs, log_x), Axis(y_label, ys, log_y)
     picture.draw_x(across)
     picture.draw_y(up)
     picture.frame()
@@ -131,19 +138,22 @@ def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, m
     for index, ((_, points), color) in enumerate(zip(series, COLORS)):
         places = [(picture.x(across, x), picture.y(up, y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"'
-                             f'{DASHES[index % 3]}/>')
-        picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places]
+        picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" '
+                             f'stroke-width="2"{DASHES[index % 3]}/>')
+        picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
+                          for x, y in places]
     picture.legend([(name, color) for (name, _), color in zip(series, COLORS)])
     return picture.done()
 
 
 def bars(title, subtitle, x_label, groups, log=False, mark=None):
-    """Horizontal bars. `groups`: (name, [(series, value)]); `mark`: (name, value) of a vertical line."""
+    """Horizontal bars. `groups`: (name, [(series, value)]); `mark`: (name, value) of a vertical
+    line."""
     names = list(dict.fromkeys(series for _, values in groups for series, _ in values))
     thick, gap = 15, 12
     rows = sum(thick * len(values) + gap for _, values in groups)
-    picture = Picture(title, subtitle, TOP + rows + 6 + BOTTOM, left=30 + round(6.7 * max(len(name) for name, _ in groups)))
+    picture = Picture(title, subtitle, TOP + rows + 6 + BOTTOM,
+                      left=30 + round(6.7 * max(len(name) for name, _ in groups)))
     values = [value for _, group in groups for _, value in group]
     across = Axis(x_label, values + ([mark[1]] if mark else []), log)
     if not log:
@@ -155,17 +165,21 @@ def bars(title, subtitle, x_label, groups, log=False, mark=None):
         picture.parts.append(line(x, TOP, x, picture.height - BOTTOM, MARK, 1.5, "6 4"))
     y = TOP + gap / 2
     for name, group in groups:
-        picture.parts.append(text(picture.left - 8, y + thick * len(group) / 2 + 4, name, "end", 12))
+        picture.parts.append(
+            text(picture.left - 8, y + thick * len(group) / 2 + 4, name, "end", 12))
         for series, value in group:
             end = picture.x(across, value)
             color = COLORS[names.index(series)]
-            picture.parts += [f'<rect x="{picture.left}" y="{y:.1f}" width="{max(end - picture.left, 1):.1f}" '
-                              f'height="{thick - 2}" fill="{color}"/>',
-                              text(max(end, picture.left) + 4, y + thick - 4.5, number(value), size=11, color="#444444",
+            picture.parts += [f'<rect x="{picture.left}" y="{y:.1f}" '
+                              f'width="{max(end - picture.left, 1):.1f}" height="{thick - 2}" '
+                              f'fill="{color}"/>',
+                              text(max(end, picture.left) + 4, y + thick - 4.5, number(value),
+                                   size=11, color="#444444",
                                    halo=True)]
             y += thick
         y += gap
-    picture.legend([(name, COLORS[i]) for i, name in enumerate(names) if len(names) > 1], mark[0] if mark else None)
+    picture.legend([(name, COLORS[i]) for i, name in enumerate(names) if len(names) > 1],
+                   mark[0] if mark else None)
     return picture.done()
 
 
@@ -183,11 +197,13 @@ def points(title, subtitle, x_label, y_label, named, low=(None, None)):
         wide = 6.6 * len(name)
         to_left = px + 9 + wide > WIDTH - RIGHT
         begin, height = (px - 9 - wide if to_left else px + 9), py + 4
-        while any(abs(height - other) < 14 and begin < last and begin + wide > first for first, last, other in taken):
+        while any(abs(height - other) < 14 and begin < last and begin + wide > first
+                  for first, last, other in taken):
             height += 3  # below the labels that are there
         taken.append((begin, begin + wide, height))
         if abs(height - py - 4) > 4:
             picture.parts.append(line(px, py, px - 6 if to_left else px + 7, height - 4, "#999999"))
         picture.parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4.5" fill="{COLORS[0]}"/>',
-                          text(px - 9 if to_left else px + 9, height, name, "end" if to_left else "start", 12)]
+                          text(px - 9 if to_left else px + 9, height, name,
+                               "end" if to_left else "start", 12)]
     return picture.done()

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""The Python peer of bench/region_cost.cpp, which starts it: the same work with torch.utils.checkpoint.
+"""The Python peer of bench/region_cost.cpp, which starts it: the same work with
+torch.utils.checkpoint.
 
 It reads one question a line and answers with one:
     version                                      -> torch's version and the folder of its libraries
-    gradient KIND REGIONS OPS RNG                -> the gradient of the chain's input, as a hexadecimal float
-    sample KIND REGIONS OPS RNG CLOCK REPEATS    -> the nanoseconds that so many runs took together, and until
-                                                    they were queued on the device
-Its argument names the device. KIND: sin, forward, plain, checkpointed. RNG: 1 or 0, preserve_rng_state. CLOCK: wall or thread.
+    gradient KIND REGIONS OPS RNG                -> the gradient of the chain's input, as a
+    hexadecimal float
+    sample KIND REGIONS OPS RNG CLOCK REPEATS    -> the nanoseconds that so many runs took together,
+                                                    and until they were queued on the device
+Its argument names the device. KIND: sin, forward, plain, checkpointed. RNG: 1 or 0,
+preserve_rng_state. CLOCK: wall or thread.
 """
 
 import gc
@@ -106,7 +109,8 @@ def sample(kind, regions, ops, preserve_rng_state, clock, repeats):
 def answer(line):
     question, *words = line.split()
     if question == "version":
-        return f"{torch.__version__} {os.path.realpath(os.path.join(os.path.dirname(torch.__file__), 'lib'))}"
+        libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+        return f"{torch.__version__} {os.path.realpath(libraries)}"
     kind, regions, ops, preserve_rng_state, *rest = words
     work = (kind, int(regions), int(ops), preserve_rng_state == "1")
     if question == "gradient":

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""make_wrap.py ARCHIVE [URL]: prints the wrap file of a release, in the form that Meson's wrap database wants.
+"""make_wrap.py ARCHIVE [URL]: prints the wrap file of a release, in the form that Meson's wrap
+database wants.
 
-ARCHIVE is what `meson dist --no-tests` or `git archive` has made: one folder named remat-VERSION. URL is where it can be
-fetched; without one the archive is expected in subprojects/packagefiles.
+ARCHIVE is what `meson dist --no-tests` or `git archive` has made: one folder named remat-VERSION.
+URL is where it can be fetched; without one the archive is expected in subprojects/packagefiles.
 """
 import hashlib
 import pathlib

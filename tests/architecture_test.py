@@ -3,7 +3,8 @@
 
     folders    each folder of lib has its line, in the order and with the doors of arrows_test.py
     walk       a numbered list comes to each room (a header with its source) once at the most
-    tables     each path of "The Rules" and "Where the answer stands" exists, and the names beside it stand in that file
+    tables     each path of "The Rules" and "Where the answer stands" exists, and the names beside
+    it stand in that file
     glossary   each word occurs in the code
 
 Broken copies of the page must be found, each for what is broken in it.
@@ -19,7 +20,9 @@ import arrows_test  # noqa: E402
 ROOT = arrows_test.ROOT
 PAGE = ROOT / "ARCHITECTURE.md"
 CODED = re.compile(r"`([^`]+)`")
-PATH = re.compile(r"(?:include|hooks|lib|tests|examples|bench|tools|docs)/[\w./*-]+\.(?:h|cpp|py|md|build)|lib/\w+")
+PATH = re.compile(
+    r"(?:include|hooks|lib|tests|examples|bench|tools|docs)/[\w./*-]+\.(?:h|cpp|py|md|build)"
+    r"|lib/\w+")
 TABLES = ("The Rules", "Where the answer stands")
 MIN_QUESTIONS, NUM_RULES = 20, 16
 
@@ -51,7 +54,8 @@ def folder_faults(page):
         if not (ROOT / "lib" / name).is_dir():
             yield f"there is no folder lib/{name}"
         doors = arrows_test.DOORS.get(name)
-        wanted = "every header" if doors is None else ", ".join(f"`{door}`" for door in sorted(doors)) or "none"
+        wanted = "every header" if doors is None else ", ".join(f"`{door}`"
+                                                                for door in sorted(doors)) or "none"
         if cells[2] != wanted:
             yield f"the doors of lib/{name} are {wanted}"
         for door in sorted(doors or ()):
@@ -109,7 +113,8 @@ def named_faults(text):
                 yield f"{path} does not have {name}"
                 break
     for title in re.findall(r"`([^`]+)` Note \[([^\]]+)\]", text):
-        if not any(f"Note [{title[1]}]" in file.read_text(encoding="utf-8") for file in files_of(title[0])):
+        if not any(f"Note [{title[1]}]" in file.read_text(encoding="utf-8")
+                   for file in files_of(title[0])):
             yield f"{title[0]} does not have Note [{title[1]}]"
 
 
@@ -140,17 +145,22 @@ def add_faults(page):
 
 
 def code(cache=[]):  # read once
-    """All of lib, hooks and include, and arrows_test.py, which has the words of the order of folders."""
+    """All of lib, hooks and include, and arrows_test.py, which has the words of the order of
+    folders."""
     if not cache:
-        files = [file for tree in ("include", "hooks", "lib") for file in sorted((ROOT / tree).rglob("*.*")) if file.suffix in (".h", ".cpp")]
-        cache.append("\n".join(file.read_text(encoding="utf-8") for file in files + [ROOT / "tests/arrows_test.py"]))
+        files = [file for tree in ("include", "hooks", "lib")
+                 for file in sorted((ROOT / tree).rglob("*.*")) if file.suffix in (".h", ".cpp")]
+        cache.append("\n".join(file.read_text(encoding="utf-8")
+                               for file in files + [ROOT / "tests/arrows_test.py"]))
     return cache[0]
 
 
 def occurs(word):
-    """Whether the word stands in the code: as words, or joined as names are, and in the plural too."""
+    """Whether the word stands in the code: as words, or joined as names are, and in the plural
+    too."""
     joined = r"[\s_]*(?://+)?\s*".join(map(re.escape, word.split()))
-    return re.search(rf"(?<![a-z]){joined}(?:s|es|ed|ing|ped|ping)?(?![a-z])", code(), re.I) is not None or \
+    return re.search(rf"(?<![a-z]){joined}(?:s|es|ed|ing|ped|ping)?(?![a-z])", code(),
+                     re.I) is not None or \
         re.search("".join(part.capitalize() for part in word.split()), code()) is not None
 
 
@@ -174,9 +184,11 @@ def faults_of(page):
 
 # What must be found when it is broken: what is replaced, with what, and words of the fault.
 BROKEN = (
-    ("`lib/frame/stop_rule.cpp` `wants_stop`", "`lib/frame/filler.cpp` `wants_a_stop`", "does not have wants_a_stop"),
+    ("`lib/frame/stop_rule.cpp` `wants_stop`", "`lib/frame/filler.cpp` `wants_a_stop`",
+     "does not have wants_a_stop"),
     ("`lib/rng/draws.cpp` `draw`", "`lib/rng/dice.cpp` `draw`", "there is no lib/rng/dice.cpp"),
-    ("`lib/rng/draws.h` Note [Draws]", "`lib/rng/draws.h` Note [Dice]", "does not have Note [Dice]"),
+    ("`lib/rng/draws.h` Note [Draws]", "`lib/rng/draws.h` Note [Dice]",
+     "does not have Note [Dice]"),
     ("| `lib/rng` |", "| `lib/dice` |", "the folders of lib are"),
     ("`device_claims`, ", "", "the doors of lib/rng are"),
     ("3. `lib/frame/task.cpp`", "3. `lib/frame/frame_reads.h`", "a second time"),

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Checks the folder tree's arrows of knowledge by the includes, the citations of Notes, and the names and sizes of files.
+"""Checks the folder tree's arrows of knowledge by the includes, the citations of Notes, and the
+names and sizes of files.
 
     examples, bench, tests -> include <- hooks <- lib, and lib/base and lib/seam below hooks
 
-Inside lib a folder includes only lower ones (FOLDERS), and only through their doors (DOORS). A header and its
-source are one room: no include cycle of rooms crosses a folder, and none inside one has more than three.
-Members are defined in the folder that declares them. What LibTorch may change from version to version stands in
-lib/seam only (UNSTABLE). No text for users cites a Rule by its number. Faults fail the test; sizes above the aims are printed as warnings.
+Inside lib a folder includes only lower ones (FOLDERS), and only through their doors (DOORS). A
+header and its source are one room: no include cycle of rooms crosses a folder, and none inside one
+has more than three. Members are defined in the folder that declares them. What LibTorch may change
+from version to version stands in lib/seam only (UNSTABLE). No text for users cites a Rule by its
+number. Faults fail the test; sizes above the aims are printed as warnings.
 """
 
 import re
@@ -26,12 +28,15 @@ MAY_INCLUDE = {
     "bench": {"include", "bench", "examples"},
 }
 # What public headers may include of LibTorch: nothing heavier than ATen/core/Tensor.h.
-LIGHT = re.compile(r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|operator_name|function_schema)\.h|c10/.+\.h)")
+LIGHT = re.compile(
+    r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|operator_name|function_schema)\.h"
+    r"|c10/.+\.h)")
 WITH_MODULES = {"apply.h", "sequential.h", "module.h"}
 AVOIDED = {"utils", "util", "helpers", "helper", "misc", "manager", "common"}
 AIMS = {".h": 250, ".cpp": 400}
 
-# The folders of lib, lowest first, and the headers through which others may enter one; None: through each.
+# The folders of lib, lowest first, and the headers through which others may enter one; None:
+# through each.
 DOORS = {
     "base": None,
     "seam": None,
@@ -56,17 +61,20 @@ FOLDERS = list(DOORS)
 # The planner is above the runtime, but uses the public headers, and what measuring and moving need.
 PLAN_MAY_INCLUDE = {"base", "seam", "scope", "rng", "move", "selective", "plan"}
 
-# LibTorch's private members, names of nodes, bridges between versions. Each pattern with where it may stand besides.
+# LibTorch's private members, names of nodes, bridges between versions. Each pattern with where it
+# may stand besides.
 UNSTABLE = {
     r"__has_include": set(),
     r"requires \{ *impl\.": set(),
     r"get_autograd_meta|AutogradMeta|DifferentiableViewMeta": set(),
-    r"(->|\.)(grad_fn_|requires_grad_|cpp_hooks_list_|post_acc_grad_hooks_|grad_accumulator_|fw_grad_)\b": set(),
+    r"(->|\.)(grad_fn_|requires_grad_|cpp_hooks_list_|post_acc_grad_hooks_|grad_accumulator_"
+    r"|fw_grad_)\b": set(),
     r"(node|fn\(\)|edge\.function)(\.|->)name\(\) [=!]=": set(),
     r"CppNode": set(),
     r"engine_\b|mt19937": set(),
     r"_mutable_data_ptr_no_checks|release_data_and_set_meta": set(),
-    r"CompiledNodeArgs|retrieve_unpack_hook_data|SafePyObject|PyInterpreter|TorchDispatchMode\b": set(),
+    r"CompiledNodeArgs|retrieve_unpack_hook_data|SafePyObject|PyInterpreter"
+    r"|TorchDispatchMode\b": set(),
     r"set_default_engine|VariableHooksInterface|ThreadLocalPythonObjects": set(),
     r"is_training_\b|module\.name_\b": set(),
     r"AnyModuleHolder|AnyModulePlaceholder": set(),
@@ -155,7 +163,8 @@ def layer_faults(source, text):
 
 
 def lib_faults(source, text):
-    """What an include of one file of lib breaks of the order of folders, and unstable words outside the seam."""
+    """What an include of one file of lib breaks of the order of folders, and unstable words outside
+    the seam."""
     own = folder_of(source)
     where = str(source.relative_to(ROOT))
     if own is None:
@@ -167,7 +176,8 @@ def lib_faults(source, text):
         folder = folder_of(target) if target is not None else None
         if folder is None or folder == own:
             continue
-        if FOLDERS.index(folder) > FOLDERS.index(own) or (own == "plan" and folder not in PLAN_MAY_INCLUDE):
+        is_above = FOLDERS.index(folder) > FOLDERS.index(own)
+        if is_above or (own == "plan" and folder not in PLAN_MAY_INCLUDE):
             yield f"lib/{own} must not know lib/{folder}: includes {name}"
         elif DOORS[folder] is not None and target.stem not in DOORS[folder]:
             yield f"{name} is no door of lib/{folder}"
@@ -206,7 +216,8 @@ def cycles(texts):
         room = arrows.setdefault(room_of(source), set())
         for bracket, name in INCLUDE.findall(text):
             target = target_of(source, bracket, name)
-            if target is not None and tree_of(target) in ("lib", "hooks") and room_of(target) != room_of(source):
+            if target is not None and tree_of(target) in ("lib", "hooks") and room_of(
+                target) != room_of(source):
                 room.add(room_of(target))
 
     def reached(start):
@@ -219,7 +230,8 @@ def cycles(texts):
         return seen
 
     below = {room: reached(room) for room in arrows}
-    found = {frozenset(other for other in below[room] if room in below.get(other, ())) for room in arrows
+    found = {frozenset(other for other in below[room] if room in below.get(other, ()))
+             for room in arrows
              if room in below[room]}
     return [sorted(circle) for circle in found]
 
@@ -233,7 +245,8 @@ def cycle_faults(texts):
 
 
 CLASS = re.compile(r"^(?:class|struct)\s+(?:REMAT_API\s+)?(\w+)(?:\s+final)?\s*(?:[:{]|$)", re.M)
-MEMBER = re.compile(r"^(?!\s|//|#|using|namespace|return|static_assert)[^\n;=]*?\b(\w+)::~?\w+\s*\(", re.M)
+MEMBER = re.compile(
+    r"^(?!\s|//|#|using|namespace|return|static_assert)[^\n;=]*?\b(\w+)::~?\w+\s*\(", re.M)
 
 
 def definition_faults(texts):
@@ -249,7 +262,8 @@ def definition_faults(texts):
         for name in sorted(set(MEMBER.findall(text))):
             if name in declared and source.parent not in declared[name]:
                 folder = next(iter(declared[name])).relative_to(ROOT)
-                yield f"{source.relative_to(ROOT)}: defines members of {name}, which {folder} declares"
+                where = source.relative_to(ROOT)
+                yield f"{where}: defines members of {name}, which {folder} declares"
 
 
 def note_faults(texts):
@@ -280,10 +294,12 @@ def main():
             for check in (include_faults, layer_faults, lib_faults, unstable_faults, rule_faults):
                 faults += [f"{where}: {fault}" for fault in check(source, text)]
             if AVOIDED & set(re.split(r"[_/.]", str(where))):
-                faults.append(f"{where}: the name says nothing (utils, helpers, misc, manager, common)")
+                faults.append(
+                    f"{where}: the name says nothing (utils, helpers, misc, manager, common)")
             # The body of a header may open with that header, whose sentence it shares.
-            opens_with_header = source.suffix == ".cpp" and f'/{source.stem}.h"' in text.split("\n")[0]
-            if not opens_with_header and not any(line.startswith("//") for line in text.split("\n")[:3]):
+            lines = text.split("\n")
+            opens_with_header = source.suffix == ".cpp" and f'/{source.stem}.h"' in lines[0]
+            if not opens_with_header and not any(line.startswith("//") for line in lines[:3]):
                 faults.append(f"{where}: does not open with a sentence that says what it is")
             lines = text.count("\n")
             if tree != "tests" and lines > AIMS[source.suffix]:

@@ -1,8 +1,8 @@
 """Checks that a level, a save, a region and an argument cost the same however many there are, and
 what a budget without a limit adds to an operator.
 
-Usage: costs_test.py PROGRAM. Callgrind counts instructions, which do not depend on the machine's load. Skipped where
-there is no valgrind.
+Usage: costs_test.py PROGRAM. Callgrind counts instructions, which do not depend on the machine's
+load. Skipped where there is no valgrind.
 """
 
 import pathlib
@@ -38,8 +38,8 @@ def budget_faults(runs, count):
     backward = (budget_step - budget - plain_step + plain) / plain
     failed = forward > MAX_BUDGET_FORWARD or backward > MAX_BUDGET_BACKWARD
     limits = f": at most {MAX_BUDGET_FORWARD} and {MAX_BUDGET_BACKWARD}" if failed else ""
-    print(f"an operator takes {plain:.0f} instructions; a budget without a limit adds {forward:.2f} "
-          f"of that in forward and {backward:.2f} in backward{limits}")
+    print(f"an operator takes {plain:.0f} instructions; a budget without a limit adds "
+          f"{forward:.2f} of that in forward and {backward:.2f} in backward{limits}")
     return failed
 
 
@@ -60,7 +60,9 @@ def main(program):
     *shapes, (_, count) = [line.split("\t") for line in done.stdout.splitlines()]
     num_grown = 3 * len(shapes)
     if len(found) < num_grown + 8:
-        print(f"{len(found)} counts of {len(shapes)} shapes: valgrind wrote down fewer than it should")
+        print(
+            f"{len(found)} counts of {len(shapes)} shapes: valgrind wrote down fewer than it "
+            "should")
         return 1
     failed = int(budget_faults(found[num_grown:num_grown + 8], int(count)))
     for index, (unit, num_small, num_large) in enumerate(shapes):
@@ -68,7 +70,8 @@ def main(program):
         each_small, each_large = small / int(num_small), large / int(num_large)
         growth = each_large / each_small
         failed += growth > MAX_GROWTH
-        print(f"instructions a {unit}: {each_small:.0f} of {num_small}, {each_large:.0f} of {num_large}"
+        print(f"instructions a {unit}: {each_small:.0f} of {num_small}, "
+              f"{each_large:.0f} of {num_large}"
               f"{'' if growth <= MAX_GROWTH else f': grows by {growth:.2f}, at most {MAX_GROWTH}'}")
     return 1 if failed else 0
 

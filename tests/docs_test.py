@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Builds the site of `./dev docs` and opens it in headless Chromium: no warning, no script error, every link leads somewhere,
-the search finds pages.
+"""Builds the site of `./dev docs` and opens it in headless Chromium: no warning, no script error,
+every link leads somewhere, the search finds pages.
 
 Usage: docs_test.py FOLDER     where to build
 
-A page in the browser opens index.html and each page that an opened one links, notes links and anchors, and says which lead
-nowhere. It must find them in a small site that is broken. Ends with 77 where there is no Doxygen, Sphinx or Chromium.
+A page in the browser opens index.html and each page that an opened one links, notes links and
+anchors, and says which lead nowhere. It must find them in a small site that is broken. Ends with 77
+where there is no Doxygen, Sphinx or Chromium.
 """
 
 import html.parser
@@ -39,13 +40,16 @@ addEventListener('load', async () => {
       continue;
     }
     if (page.includes('?q=')) {
-      for (let i = 0; i < 100 && !there.querySelector('#search-results li a'); ++i) await new Promise(done => setTimeout(done, 100));
+      for (let i = 0; i < 100 && !there.querySelector('#search-results li a'); ++i)
+        await new Promise(done => setTimeout(done, 100));
       if (!there.querySelector('#search-results li a')) faults.push(page + ' finds nothing');
     }
-    const anchors = new Set([...there.querySelectorAll('[id], [name]')].flatMap(each => [each.id, each.getAttribute('name')]));
+    const anchors = new Set([...there.querySelectorAll('[id], [name]')].flatMap(
+      each => [each.id, each.getAttribute('name')]));
     const links = new Set();
     for (const link of there.querySelectorAll('a[href], area[href]')) {
-      if (link.protocol !== 'file:' || link.getAttribute('href').startsWith('javascript:')) continue;
+      if (link.protocol !== 'file:') continue;
+      if (link.getAttribute('href').startsWith('javascript:')) continue;
       const [path, anchor] = link.href.split('#');
       if (!path.startsWith(site)) {
         faults.push(page + ' leads out of the site: ' + link.href);
@@ -59,7 +63,8 @@ addEventListener('load', async () => {
       }
     }
     for (const picture of there.images)
-      if (picture.src && picture.naturalWidth === 0 && picture.offsetParent) faults.push(page + ' lacks the picture ' + picture.src);
+      if (picture.src && picture.naturalWidth === 0 && picture.offsetParent)
+        faults.push(page + ' lacks the picture ' + picture.src);
     pages.set(page, {anchors, links});
   }
   let count = 0;
@@ -70,10 +75,12 @@ addEventListener('load', async () => {
       const [target, anchor] = link.split('#');
       const there = pages.get(target);
       if (there === null) faults.push(page + ' links ' + target + ', which is not there');
-      else if (anchor && !there.anchors.has(anchor)) faults.push(page + ' links ' + link + ', which has no such anchor');
+      else if (anchor && !there.anchors.has(anchor))
+        faults.push(page + ' links ' + link + ', which has no such anchor');
     }
   }
-  document.documentElement.dataset.answer = JSON.stringify({faults, pages: [...pages.keys()], links: count});
+  document.documentElement.dataset.answer = JSON.stringify(
+    {faults, pages: [...pages.keys()], links: count});
 });
 </script></body></html>"""
 
@@ -94,10 +101,14 @@ class Answer(html.parser.HTMLParser):
 def crawl(browser, site, first, folder):
     """(what is wrong, the pages opened, how many links were followed)."""
     page = Path(folder) / "crawl.html"
-    page.write_text(CRAWL.replace("SITE", json.dumps(site.as_uri() + "/")).replace("FIRST", json.dumps(first)), encoding="utf-8")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-               "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--window-size=1300,1000",
-               "--allow-file-access-from-files", "--virtual-time-budget=600000", "--dump-dom", page.as_uri()]
+    page.write_text(CRAWL.replace("SITE", json.dumps(site.as_uri() + "/")).replace(
+        "FIRST", json.dumps(first)), encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+               "--v=0",
+               "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile",
+               "--window-size=1300,1000",
+               "--allow-file-access-from-files", "--virtual-time-budget=600000", "--dump-dom",
+               page.as_uri()]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
@@ -114,11 +125,14 @@ def broken(folder):
     """A site with one fault of each kind, and words of what must be said of each."""
     site = Path(folder) / "broken"
     site.mkdir()
-    (site / "index.html").write_text('<a href="other.html#there">1</a><a href="other.html#gone">2</a><a href="gone.html">3</a>'
-                                     '<img src="gone.png" alt="picture">', encoding="utf-8")
+    (site / "index.html").write_text('<a href="other.html#there">1</a><a '
+                                     'href="other.html#gone">2</a><a href="gone.html">3</a><img '
+                                     'src="gone.png" alt="picture">', encoding="utf-8")
     (site / "search.html").write_text('<ul id="search-results"></ul>', encoding="utf-8")
-    (site / "other.html").write_text('<p id="there">here</p><script>no_such_function()</script>', encoding="utf-8")
-    return site, ("other.html#gone, which has no such anchor", "gone.html, which is not there", "lacks the picture", "no_such_function",
+    (site / "other.html").write_text('<p id="there">here</p><script>no_such_function()</script>',
+                                     encoding="utf-8")
+    return site, ("other.html#gone, which has no such anchor", "gone.html, which is not there",
+                  "lacks the picture", "no_such_function",
                   "finds nothing")
 
 
@@ -128,7 +142,9 @@ def main(out):
     import build
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if build.missing() or browser is None:
-        print(f"There is no {' and no '.join(build.missing() or ['Chromium'])} here, so no site was opened.")
+        print(
+            f"There is no {' and no '.join(build.missing() or ['Chromium'])} here, so no site was "
+            "opened.")
         return SKIPPED
     site, warnings = build.build(Path(out).resolve())
     if warnings:
@@ -140,13 +156,17 @@ def main(out):
         if not pages:
             print(f"{browser} does not run here, so no site was opened: {found}")
             return SKIPPED
-        faults = [f"in a broken site nobody noticed: {words}" for words in expected if not any(words in fault for fault in found)]
+        faults = [f"in a broken site nobody noticed: {words}" for words in expected
+                  if not any(words in fault for fault in found)]
         found, pages, links = crawl(browser, site, FIRST, folder)
         faults += found
-    made = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"search.html"}    # a form leads there
+    # a form leads there
+    made = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"search.html"}
     faults += [f"no page leads to {page}" for page in sorted(made - set(pages))]
-    faults += [f"there is no page of {document}" for document, page in build.documents().items() if f"{page}.html" not in made]
-    print("\n".join(faults) if faults else f"{len(pages)} pages open without a fault, and {links} links lead where they say")
+    faults += [f"there is no page of {document}" for document, page in build.documents().items()
+               if f"{page}.html" not in made]
+    print("\n".join(faults) if faults
+          else f"{len(pages)} pages open without a fault, and {links} links lead where they say")
     return 1 if faults else 0
 
 

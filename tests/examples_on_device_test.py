@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the examples on the stand-in for a device: they must work, print no warning, and train as their plain runs do, bit by bit
-(kernels of a real device may add in another order, so that the examples themselves do not insist).
+"""Runs the examples on the stand-in for a device: they must work, print no warning, and train as
+their plain runs do, bit by bit (kernels of a real device may add in another order, so that the
+examples themselves do not insist).
 
     examples_on_device_test.py LIBRARY_OF_THE_STAND_IN FOLDER_FOR_OUTPUT PROGRAM...
 """
@@ -22,9 +23,11 @@ ARGUMENTS = {
     "unet": [["--small", "--norm", "batch"], ["--small", "--norm", "instance"]],
 }
 # What an example prints of a training that differs, and goes on.
-DIFFERS = ("not those of the plain run", "not bit-equal", "DIFFER", "FAILED", ": NO", "bit-equal: no")
+DIFFERS = ("not those of the plain run", "not bit-equal", "DIFFER", "FAILED", ": NO",
+           "bit-equal: no")
 # What it says of one that does not, beside the device's name.
-AGREES = {"data_parallel": "(furthest: 0)", "quickstart": "gradients bit-equal: yes", "sharded": "(furthest: 0)"}
+AGREES = {"data_parallel": "(furthest: 0)", "quickstart": "gradients bit-equal: yes",
+          "sharded": "(furthest: 0)"}
 
 
 def faults_of(library, command):
@@ -53,7 +56,8 @@ def main():
         for arguments in ARGUMENTS[name]:
             for dtype in ("float32", "bfloat16"):
                 folder = ["--out", out] if name in ("budget", "char_transformer", "unet") else []
-                faults += faults_of(library, [program, *arguments, *folder, "--device", "far", "--dtype", dtype])
+                faults += faults_of(
+                    library, [program, *arguments, *folder, "--device", "far", "--dtype", dtype])
     return faults > 0
 
 

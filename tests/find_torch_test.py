@@ -22,10 +22,13 @@ def make(root, numbers, libraries=()):
 
 
 def find(*arguments, **variables):
-    """(exit status, lines of stdout, stderr), with nothing of this machine's own environment but what programs need."""
+    """(exit status, lines of stdout, stderr), with nothing of this machine's own environment but
+    what programs need."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_ROOT"}
-    ran = subprocess.run([sys.executable, FIND, *map(str, arguments)], capture_output=True, text=True,
-                         env={**environment, **{name: str(value) for name, value in variables.items()}})
+    ran = subprocess.run([sys.executable, FIND, *map(str, arguments)], capture_output=True,
+                         text=True,
+                         env={**environment,
+                              **{name: str(value) for name, value in variables.items()}})
     return ran.returncode, ran.stdout.splitlines(), ran.stderr
 
 
@@ -36,27 +39,33 @@ def cases(folder):
     old = make(folder / "old", (2, 5, 1), ["torch_cuda"])
 
     status, lines, _ = find(TORCH_ROOT=near)
-    yield "takes TORCH_ROOT", (status, lines[:4]) == (0, [str(near), str(near / "lib"), "2.13.0", "TORCH_ROOT"])
+    yield "takes TORCH_ROOT", (status, lines[:4]) == (
+        0, [str(near), str(near / "lib"), "2.13.0", "TORCH_ROOT"])
     status, lines, _ = find(cuda, TORCH_ROOT=near)
     yield "a given root comes before TORCH_ROOT", (status, lines[0]) == (0, str(cuda))
 
     for name in ("cuda", "cuda:1"):
         status, lines, _ = find("--device", name, TORCH_ROOT=cuda)
-        yield f"takes one with CUDA for {name}", (status, lines[:1], lines[2:3]) == (0, [str(cuda)], ["2.11.0"])
+        yield f"takes one with CUDA for {name}", (status, lines[:1],
+                                                  lines[2:3]) == (0, [str(cuda)], ["2.11.0"])
     status, lines, _ = find("--device", "cuda", TORCH_ROOT=hip)
     yield "ROCm's is called cuda, too", (status, lines[:1]) == (0, [str(hip)])
 
     status, lines, errors = find("--device", "cuda", TORCH_ROOT=near)
     yield "one that was asked for and has no CUDA is refused", (status, lines) == (1, [])
     yield "which says so", f"TORCH_ROOT: {near} is LibTorch 2.13.0 without cuda" in errors
-    yield "and what to set", "Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for cuda" in errors
+    hint = "Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for cuda"
+    yield "and what to set", hint in errors
     status, _, errors = find("--device", "xpu", TORCH_ROOT=cuda)
-    yield "CUDA is not XPU", status == 1 and "2.11.0 without xpu" in errors and "LibTorch for xpu" in errors
+    says = "2.11.0 without xpu" in errors and "LibTorch for xpu" in errors
+    yield "CUDA is not XPU", status == 1 and says
 
     status, _, errors = find(TORCH_ROOT=old)
-    yield "one that is too old is refused", status == 1 and "is LibTorch 2.5.1; remat needs 2.6 or newer" in errors
+    says = "is LibTorch 2.5.1; remat needs 2.6 or newer" in errors
+    yield "one that is too old is refused", status == 1 and says
     status, _, errors = find(TORCH_ROOT=folder / "nowhere")
-    yield "so is a folder without one", status == 1 and "holds no LibTorch (looked for include/torch and" in errors
+    says = "holds no LibTorch (looked for include/torch and" in errors
+    yield "so is a folder without one", status == 1 and says
 
 
 def main():

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""headers_test.py COMPILER [FLAG...]: all public headers together compile without a warning, as C++20 and as C++23.
+"""headers_test.py COMPILER [FLAG...]: all public headers together compile without a warning, as
+C++20 and as C++23.
 
-With the compiler of the build, and with every other of COMPILERS that is installed. The last line is `N passed, N failed`.
+With the compiler of the build, and with every other of COMPILERS that is installed. The last line
+is `N passed, N failed`.
 """
 import pathlib
 import shutil
@@ -23,11 +25,14 @@ def main():
     passed = failed = 0
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / 'all_headers.cpp'
-        source.write_text(''.join(f'#include <remat/{header.name}>\n' for header in sorted((ROOT / 'include/remat').glob('*.h'))))
+        source.write_text(''.join(f'#include <remat/{header.name}>\n'
+                                  for header in sorted((ROOT / 'include/remat').glob('*.h'))))
         for name, command in commands.items():
             for standard in STANDARDS:
-                run = subprocess.run([*command, *flags, f'-std={standard}', '-Wall', '-Wextra', '-Werror', '-fsyntax-only',
-                                      f'-I{ROOT / "include"}', str(source)], text=True, stderr=subprocess.PIPE)
+                run = subprocess.run([*command, *flags, f'-std={standard}', '-Wall', '-Wextra',
+                                      '-Werror', '-fsyntax-only',
+                                      f'-I{ROOT / "include"}', str(source)], text=True,
+                                     stderr=subprocess.PIPE)
                 passed, failed = passed + (run.returncode == 0), failed + (run.returncode != 0)
                 print(f'{name} -std={standard}: {run.stderr[:3000] or "ok"}', flush=True)
     print(f'{passed} passed, {failed} failed')

@@ -3,8 +3,8 @@
 
 Usage: layers_test.py BUILD
 
-Reads the symbols of the library's objects in BUILD: no object of a layer may need a symbol that only
-a higher layer defines. The layers and their order stand in lib/meson.build.
+Reads the symbols of the library's objects in BUILD: no object of a layer may need a symbol that
+only a higher layer defines. The layers and their order stand in lib/meson.build.
 """
 
 import re
@@ -30,7 +30,8 @@ def layer_of(unit):
 def symbols(objects):
     """The symbols that these objects define, and those that they need from elsewhere."""
     defined, needed = set(), set()
-    for line in subprocess.run([NM, *map(str, objects)], capture_output=True, text=True, check=True).stdout.split("\n"):
+    for line in subprocess.run([NM, *map(str, objects)], capture_output=True, text=True,
+                               check=True).stdout.split("\n"):
         found = re.search(r"\b([A-Za-z]) (\S+)$", line)
         if found:
             (needed if found[1] in "Uwv" else defined).add(found[2])

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Every C++ source and every script of checks must stand in the meson.build that uses it, so that none is left out."""
+"""Every C++ source and every script of checks must stand in the meson.build that uses it, so that
+none is left out."""
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # folder of sources: the file that lists them
-LISTS = {'hooks/pack': 'hooks', 'hooks/depot': 'hooks', 'hooks/host': 'hooks', 'hooks/disk': 'hooks',
-         'examples': 'examples', 'bench': 'bench', 'tests': 'tests', 'tests/rules': 'tests', 'tests/device': 'tests', 'tests/support': 'tests', 'tests/fuzz': 'tests',
+LISTS = {'hooks/pack': 'hooks', 'hooks/depot': 'hooks', 'hooks/host': 'hooks',
+         'hooks/disk': 'hooks',
+         'examples': 'examples', 'bench': 'bench', 'tests': 'tests', 'tests/rules': 'tests',
+         'tests/device': 'tests', 'tests/support': 'tests', 'tests/fuzz': 'tests',
          'tests/python': 'tests/python'}
 LISTS |= {f'lib/{folder.name}': f'lib/{folder.name}' for folder in (ROOT / 'lib').iterdir()
           if folder.is_dir()}

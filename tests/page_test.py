@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Opens what a run draws in headless Chromium: no script error, nothing else loaded, all of it there, labels readable.
+"""Opens what a run draws in headless Chromium: no script error, nothing else loaded, all of it
+there, labels readable.
 
-Usage: page_test.py CHAR_TRANSFORMER     the built example, which writes a recorder's page and a picture
-       page_test.py --devices DEVICE     the tests on the stand-in for accelerators, of which a case writes a page
+Usage: page_test.py CHAR_TRANSFORMER     the built example, which writes a recorder's page and a
+picture
+       page_test.py --devices DEVICE     the tests on the stand-in for accelerators, of which a case
+       writes a page
 
-It then spoils the page in several ways and requires that each is found. Ends with 77 where there is no Chromium.
+It then spoils the page in several ways and requires that each is found. Ends with 77 where there is
+no Chromium.
 """
 
 import html.parser
@@ -30,19 +34,23 @@ addEventListener('load', () => {
   for (const sheet of sheets) {
     const edge = box(sheet);
     if (edge.width < 600 || edge.height < 300) faults.push('the picture is tiny');
-    const labels = [...sheet.querySelectorAll('text')].map(text => ({words: text.textContent, at: box(text)}));
+    const labels = [...sheet.querySelectorAll('text')].map(
+      text => ({words: text.textContent, at: box(text)}));
     if (labels.length < 10) faults.push('the picture has ' + labels.length + ' labels');
     for (const {words, at} of labels) {
       if (at.width === 0 || at.height < 8) faults.push('the label "' + words + '" cannot be read');
-      if (at.left < edge.left - 1 || at.right > edge.right + 1 || at.top < edge.top - 1 || at.bottom > edge.bottom + 1)
+      if (at.left < edge.left - 1 || at.right > edge.right + 1 ||
+          at.top < edge.top - 1 || at.bottom > edge.bottom + 1)
         faults.push('the label "' + words + '" leaves the picture');
     }
     labels.forEach((a, i) => labels.slice(i + 1).forEach(b => {
       const across = Math.min(a.at.right, b.at.right) - Math.max(a.at.left, b.at.left);
       const down = Math.min(a.at.bottom, b.at.bottom) - Math.max(a.at.top, b.at.top);
-      if (across > 1 && down > 4) faults.push('the labels "' + a.words + '" and "' + b.words + '" overlap');
+      if (across > 1 && down > 4)
+        faults.push('the labels "' + a.words + '" and "' + b.words + '" overlap');
     }));
-    const areas = [...sheet.querySelectorAll('polygon')].map(box).filter(at => at.width > 100 && at.height > 5);
+    const areas = [...sheet.querySelectorAll('polygon')].map(box).filter(
+      at => at.width > 100 && at.height > 5);
     if (areas.length === 0) faults.push('no bytes are drawn');
   }
   for (const table of document.querySelectorAll('table')) {
@@ -56,7 +64,8 @@ addEventListener('load', () => {
 
 
 class Page(html.parser.HTMLParser):
-    """The probe's answer, titles of what lies under the pointer, and the first cells of the table's rows."""
+    """The probe's answer, titles of what lies under the pointer, and the first cells of the table's
+    rows."""
 
     def __init__(self, dom):
         super().__init__()
@@ -82,8 +91,10 @@ class Page(html.parser.HTMLParser):
 
 def opened(browser, page, folder):
     """(what the page looks like to a script, what the browser says on its console)."""
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-               "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--window-size=1200,900",
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+               "--v=0",
+               "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile",
+               "--window-size=1200,900",
                "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -94,7 +105,8 @@ def opened(browser, page, folder):
 
 
 def faults_of(browser, text, folder, rows=(), devices=()):
-    """What is wrong with a page, as lines; `rows` are the regions that it must list and draw, also on each of `devices`."""
+    """What is wrong with a page, as lines; `rows` are the regions that it must list and draw, also
+    on each of `devices`."""
     page = Path(folder) / "page.html"
     probe = PROBE.replace("NUM_PICTURES", str(1 + len(devices)))
     page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
@@ -111,7 +123,8 @@ def faults_of(browser, text, folder, rows=(), devices=()):
             faults.append(f"the table does not list {name}")
         for what in ("forward", "recompute"):
             for where in ("", *(f" on {device}" for device in devices)):
-                if not any(re.match(rf"{name} {what}{where}: [\d.]+ ms", title) for title in seen.titles):
+                if not any(re.match(rf"{name} {what}{where}: [\d.]+ ms", title)
+                           for title in seen.titles):
                     faults.append(f"no bar shows {name} {what}{where}")
     return faults
 
@@ -119,25 +132,31 @@ def faults_of(browser, text, folder, rows=(), devices=()):
 def spoiled(page):
     """(what is wrong, a word that the fault found must have, the page with it)."""
     label = re.search(r"<text [^>]*>[^<]*inputs kept</text>", page).group()
-    yield "a script that throws", "console", page.replace("<h1>", "<script>no_such_function()</script><h1>")
+    yield "a script that throws", "console", page.replace("<h1>",
+                                                          "<script>no_such_function()</script><h1>")
     yield "a label twice", "overlap", page.replace(label, label + label)
     yield "a label outside", "leaves", page.replace(label, label.replace('y="', 'y="-'))
     yield "a picture that is not there", "picture", re.sub(r"<svg.*</svg>", "", page, flags=re.S)
-    yield "a cell too few", "differ in length", page.replace("</td></tr>", "</td></tr><tr><td>more</td></tr>", 1)
-    yield "a region too few", "does not list", re.sub(r"<tr><td>block.*?</tr>", "", page, flags=re.S)
+    yield "a cell too few", "differ in length", page.replace("</td></tr>",
+                                                             "</td></tr><tr><td>more</td></tr>", 1)
+    yield "a region too few", "does not list", re.sub(r"<tr><td>block.*?</tr>", "", page,
+                                                      flags=re.S)
     yield "a file beside it", "loads", page.replace("<h1>", '<img src="no-such-file.png"><h1>')
 
 
 def of_devices(browser, program, folder):
     """What is wrong with the page of a run on two devices."""
     page = Path(folder) / "devices.html"
-    subprocess.run([program, "[page]"], env={**os.environ, "REMAT_TEST_PAGE": str(page)}, capture_output=True, check=True)
+    subprocess.run([program, "[page]"], env={**os.environ, "REMAT_TEST_PAGE": str(page)},
+                   capture_output=True, check=True)
     text, devices = page.read_text(encoding="utf-8"), ("far:0", "far:1")
     faults = faults_of(browser, text, folder, rows=("block",), devices=devices)
     if not any("far:1" in fault for fault in
-               faults_of(browser, text.replace("forward on far:1", "on far:1"), folder, rows=("block",), devices=devices)):
+               faults_of(browser, text.replace("forward on far:1", "on far:1"), folder,
+                         rows=("block",), devices=devices)):
         faults.append("a device without bars was not found")
-    if text.count("given out by the allocator") != len(devices) or text.count("<polyline") != len(devices):
+    if text.count("given out by the allocator") != len(devices) or text.count("<polyline") != len(
+        devices):
         faults.append("the pictures of devices lack the line of their allocators")
     return faults
 
@@ -145,10 +164,12 @@ def of_devices(browser, program, folder):
 def main(program, has_devices=False):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        print("There is no Chromium here (Debian: apt-get install chromium), so no page was opened.")
+        print(
+            "There is no Chromium here (Debian: apt-get install chromium), so no page was opened.")
         return SKIPPED
     with tempfile.TemporaryDirectory() as folder:
-        empty = faults_of(browser, "<!DOCTYPE html><html><body><p>nothing</p></body></html>", folder)
+        empty = faults_of(browser, "<!DOCTYPE html><html><body><p>nothing</p></body></html>",
+                          folder)
         if not any("pictures" in fault for fault in empty):
             print(f"{browser} does not run here, so no page was opened: {empty}")
             return SKIPPED
@@ -156,12 +177,14 @@ def main(program, has_devices=False):
             faults = of_devices(browser, program, folder)
             print("\n".join(faults) if faults else "the page of two devices opens without a fault")
             return 1 if faults else 0
-        run = subprocess.run([program, "--small", "--out", folder], capture_output=True, text=True, check=False)
+        run = subprocess.run([program, "--small", "--out", folder], capture_output=True, text=True,
+                             check=False)
         if run.returncode != 0:
             print(run.stdout + run.stderr)
             return 1
         page = (Path(folder) / "char_transformer_step.html").read_text(encoding="utf-8")
-        faults = [f"the page: {fault}" for fault in faults_of(browser, page, folder, rows=("group", "block"))]
+        faults = [f"the page: {fault}"
+                  for fault in faults_of(browser, page, folder, rows=("group", "block"))]
         budget = (Path(folder) / "char_transformer_budget.html").read_text(encoding="utf-8")
         faults += [f"the page of a budget: {fault}" for fault in faults_of(browser, budget, folder)]
         for words in ("Operators under a byte budget", "<td>aten::mm.default</td>", ">budget: "):
@@ -169,13 +192,16 @@ def main(program, has_devices=False):
                 faults.append(f"the page of a budget does not show {words}")
         picture = (Path(folder) / "char_transformer_memory.svg").read_text(encoding="utf-8")
         faults += [f"the picture: {fault}"
-                   for fault in faults_of(browser, f"<!DOCTYPE html><html><body>{picture}</body></html>", folder)]
+                   for fault in faults_of(
+                       browser, f"<!DOCTYPE html><html><body>{picture}</body></html>", folder)]
         for what, word, text in spoiled(page):
             if text == page:
                 faults.append(f"{what} could not be made: the page has changed, so must this test")
-            elif not any(word in fault for fault in faults_of(browser, text, folder, rows=("group", "block"))):
+            elif not any(word in fault
+                         for fault in faults_of(browser, text, folder, rows=("group", "block"))):
                 faults.append(f"{what} was not found")
-    print("\n".join(faults) if faults else "the page and the picture open without a fault, and spoiled pages are found")
+    print("\n".join(faults) if faults
+          else "the page and the picture open without a fault, and spoiled pages are found")
     return 1 if faults else 0
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Checks the Markdown files against the tree: code is compiled, output is printed, files exist, texts are thrown.
+"""Checks the Markdown files against the tree: code is compiled, output is printed, files exist,
+texts are thrown.
 
-A block marked cpp stands, but for its indentation, in a source that the build compiles; one marked python in an example or
-a test of the package; each line of a meson or cmake block in a file of tests/install; the lines of a text block in the
-expected output of an example. Links lead to files, and to headings of those. The README has at most 150 lines and leads to every page of docs/.
+A block marked cpp stands, but for its indentation, in a source that the build compiles; one marked
+python in an example or a test of the package; each line of a meson or cmake block in a file of
+tests/install; the lines of a text block in the expected output of an example. Links lead to files,
+and to headings of those. The README has at most 150 lines and leads to every page of docs/.
 """
 
 import re
@@ -20,14 +22,16 @@ TREES = "docs|include|lib|hooks|tests|examples|bench|python|tools|subprojects|pa
 
 
 def compiled():
-    """The sources that a program of the build is made of, and the headers that only those include."""
+    """The sources that a program of the build is made of, and the headers that only those
+    include."""
     folders = ("examples", "tests", "tests/rules", "tests/python", "bench")
     yield from (file for folder in folders for file in sorted((ROOT / folder).glob("*.cpp")))
     yield from sorted((ROOT / "examples").rglob("*.h"))
 
 
 def stands_in(block, text):
-    """Whether the block's lines follow each other in the text, all indented by the same more or less."""
+    """Whether the block's lines follow each other in the text, all indented by the same more or
+    less."""
     wanted, lines = block.rstrip("\n").split("\n"), text.split("\n")
     margin = min((len(line) - len(line.lstrip()) for line in wanted if line.strip()), default=0)
     wanted = [line[margin:] for line in wanted]
@@ -44,7 +48,8 @@ def block_faults(text):
     sources = [file.read_text(encoding="utf-8") for file in compiled()]
     scripts = [file.read_text(encoding="utf-8") for folder in ("python/examples", "python/tests")
                for file in sorted((ROOT / folder).glob("*.py"))]
-    installing = [file.read_text(encoding="utf-8") for file in (ROOT / "tests/install").rglob("*") if file.is_file()]
+    installing = [file.read_text(encoding="utf-8") for file in (ROOT / "tests/install").rglob("*")
+                  if file.is_file()]
     for language, block in BLOCK.findall(text):
         first = block.strip().split("\n")[0].strip()
         if language == "cpp" and not any(stands_in(block, source) for source in sources):
@@ -58,7 +63,8 @@ def block_faults(text):
 
 
 def slugs(text):
-    """The anchors that GitHub gives the headings of a page: lower case, no punctuation, - for a space, -1 for a second one."""
+    """The anchors that GitHub gives the headings of a page: lower case, no punctuation, - for a
+    space, -1 for a second one."""
     seen = {}
     for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.M):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)    # of a link its words
@@ -83,8 +89,10 @@ def link_faults(text, name):
 def path_faults(text):
     """Names in backticks that begin with a folder of the tree; * stands for anything."""
     named = set(re.findall(rf"`((?:{TREES})/[\w./*-]+)`", BLOCK.sub("", text)))
-    for name in sorted(named - {"tests/NAME.cpp", "include/remat/NAME.h", "tests/rules/rule_NN_*.cpp"}):
-        if not any(ROOT.glob(name)) and name not in ("subprojects/remat", "tests/compile_fail/*.cpp"):
+    for name in sorted(named
+                       - {"tests/NAME.cpp", "include/remat/NAME.h", "tests/rules/rule_NN_*.cpp"}):
+        if not any(ROOT.glob(name)) and name not in ("subprojects/remat",
+                                                     "tests/compile_fail/*.cpp"):
             yield f"there is no {name}"
 
 
@@ -95,22 +103,26 @@ def fits(wanted, line):
 
 def follow_in(expected, lines):
     """Whether lines follow each other in an .expected file."""
-    return any(all(map(fits, expected[start:], lines)) for start in range(len(expected) - len(lines) + 1))
+    return any(all(map(fits, expected[start:], lines))
+               for start in range(len(expected) - len(lines) + 1))
 
 
 def output_faults(text):
-    """The lines of a text block follow each other in an .expected file. Or a program that has none, since it prints times,
-    has the words of its first line."""
-    expected = [file.read_text(encoding="utf-8").split("\n") for folder in ("examples", "python/examples")
+    """The lines of a text block follow each other in an .expected file. Or a program that has none,
+    since it prints times, has the words of its first line."""
+    expected = [file.read_text(encoding="utf-8").split("\n")
+                for folder in ("examples", "python/examples")
                 for file in sorted((ROOT / folder).glob("*.expected"))]
     sources = [" ".join(re.findall(r'"([^"]*)"', joined(file.read_text(encoding="utf-8"))))
-               for file in sorted((ROOT / "examples").glob("*.cpp")) if not file.with_suffix(".expected").exists()]
+               for file in sorted((ROOT / "examples").glob("*.cpp"))
+               if not file.with_suffix(".expected").exists()]
     for language, block in BLOCK.findall(text):
         lines = block.rstrip("\n").split("\n")
         if language != "text" or any(follow_in(each, lines) for each in expected):
             continue
         words = re.findall(r"[A-Za-z]+", lines[0])
-        if not any(all(re.search(rf"\b{word}\b", printed) for word in words) for printed in sources):
+        if not any(all(re.search(rf"\b{word}\b", printed) for word in words)
+                   for printed in sources):
             yield f"no example prints what begins with `{lines[0].strip()}`"
 
 
@@ -120,7 +132,8 @@ def joined(text):
 
 
 def note_faults(text):
-    sources = [file.read_text(encoding="utf-8") for tree in ("include", "lib", "hooks", "python/binding")
+    sources = [file.read_text(encoding="utf-8")
+               for tree in ("include", "lib", "hooks", "python/binding")
                for file in (ROOT / tree).rglob("*.*")]
     for title in sorted(set(re.findall(r"Note \[([^\]]+)\]", text)) - {"Title"}):
         if not any(f"Note [{title}]" in source for source in sources):
@@ -142,9 +155,11 @@ def readme_faults(text):
 
 def option_faults(text):
     """What docs/guide.md must have: every option with its default."""
-    options = (ROOT / "include/remat/options.h").read_text(encoding="utf-8").split("struct CheckpointOptions", 1)[1]
+    options = (ROOT / "include/remat/options.h").read_text(encoding="utf-8").split(
+        "struct CheckpointOptions", 1)[1]
     for name, default in re.findall(r"^  [\w:<>&() ]+ (\w+)(?:\{\}| = ([\w:]+));", options, re.M):
-        row = next((line for line in text.split("\n") if re.match(rf"\| `.*\b{name}\b", line)), None)
+        row = next((line for line in text.split("\n") if re.match(rf"\| `.*\b{name}\b", line)),
+                   None)
         if row is None or (default or "empty").split("::")[-1] not in row:
             yield f"the table of options does not show {name} with its default"
 
@@ -193,7 +208,8 @@ def faults_of(name, text):
 def main():
     faults = []
     for name in DOCUMENTS:
-        faults += [f"{name}: {fault}" for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
+        faults += [f"{name}: {fault}"
+                   for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
     print("\n".join(faults) if faults else "the documents agree with the tree")
     return 1 if faults else 0
 

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STATED = {
     "CHANGELOG.md": r"^## (\d+\.\d+\.\d+)",
     "README.md": r"find_package\(remat (\d+\.\d+)|remat-(\d+\.\d+\.\d+)",
-    "docs/installing.md": r"find_package\(remat (\d+\.\d+)|remat-(\d+\.\d+\.\d+)|`v(\d+\.\d+\.\d+)`",
+    "docs/installing.md": r"find_package\(remat "
+                          r"(\d+\.\d+)|remat-(\d+\.\d+\.\d+)|`v(\d+\.\d+\.\d+)`",
     "packaging/conan/test_package/CMakeLists.txt": r"find_package\(remat (\d+\.\d+)",
     "tests/install/cmake/CMakeLists.txt": r"find_package\(remat (\d+\.\d+)",
 }
@@ -28,10 +29,13 @@ READ_IT = {
 def main():
     text = (ROOT / "include/remat/version.h").read_text(encoding="utf-8")
     version = re.search(r'^#define REMAT_VERSION "(.*?)"', text, re.M)[1]
-    numbers = ".".join(re.search(rf"^#define REMAT_VERSION_{part} (\d+)", text, re.M)[1] for part in ("MAJOR", "MINOR", "PATCH"))
-    wrong = [] if numbers == version else [f"include/remat/version.h states {numbers} by numbers, and {version} as text"]
+    numbers = ".".join(re.search(rf"^#define REMAT_VERSION_{part} (\d+)", text, re.M)[1]
+                       for part in ("MAJOR", "MINOR", "PATCH"))
+    wrong = [] if numbers == version else [
+        f"include/remat/version.h states {numbers} by numbers, and {version} as text"]
     for path, pattern in STATED.items():
-        found = [next(filter(None, each.groups())) for each in re.finditer(pattern, (ROOT / path).read_text(encoding="utf-8"), re.M)]
+        found = [next(filter(None, each.groups()))
+                 for each in re.finditer(pattern, (ROOT / path).read_text(encoding="utf-8"), re.M)]
         if path == "CHANGELOG.md":
             found = found[:1]    # the newest
         if not found:
@@ -41,7 +45,9 @@ def main():
     for path, words in READ_IT.items():
         body = (ROOT / path).read_text(encoding="utf-8")
         if words not in body:
-            wrong.append(f"{path} does not take the version from include/remat/version.h: `{words}` is missing")
+            wrong.append(
+                f"{path} does not take the version from include/remat/version.h: `{words}` is "
+                "missing")
         if re.search(rf"\b{re.escape(version)}\b", body):
             wrong.append(f"{path} states the version {version} itself")
     print(*wrong, sep="\n")

@@ -22,10 +22,13 @@ LIMITS = {
     "what it, what is": 13,
 }
 
-SOURCES = [file for folder in ("include", "lib", "hooks") for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".h", ".cpp")]
+SOURCES = [file for folder in ("include", "lib", "hooks")
+           for file in sorted((ROOT / folder).rglob("*")) if file.suffix in (".h", ".cpp")]
 HEADERS = [file for file in SOURCES if "include" in file.relative_to(ROOT).parts]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
-FRAGMENT = re.compile(r"^(What|Who|Whose|Whom|Whether|Which|Of|The same|It|So|Null|With|Where|As|To)\b")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md",
+         *sorted((ROOT / "docs").glob("*.md"))]
+FRAGMENT = re.compile(
+    r"^(What|Who|Whose|Whom|Whether|Which|Of|The same|It|So|Null|With|Where|As|To)\b")
 FREE_RELATIVE = re.compile(r"\bwhat (it|is)\b", re.I)
 
 
@@ -100,7 +103,8 @@ def long_sentences():
             for sentence in sentences(" ".join(paragraph)):
                 if len(sentence.split()) > MAX_WORDS:
                     yield place(page, first)
-            paragraph, first = ([re.sub(r"^\s*(\*|-|\d+\.) ", "", line)], number) if line.strip() else ([], 0)
+            paragraph, first = ([re.sub(r"^\s*(\*|-|\d+\.) ", "", line)],
+                                number) if line.strip() else ([], 0)
     for file in HEADERS:
         for first, block in comments(file):
             prose = " ".join("" if body.startswith("   ") else body for body in block)
@@ -120,7 +124,8 @@ def free_relatives():
 COUNTS = {
     "lines over 100 columns": long_lines,
     "doc comments of headers that begin with a fragment": lambda: fragments(HEADERS),
-    "doc comments of the library that begin with a fragment": lambda: fragments([file for file in SOURCES if file not in HEADERS]),
+    "doc comments of the library that begin with a "
+    "fragment": lambda: fragments([file for file in SOURCES if file not in HEADERS]),
     "sentences over 35 words": long_sentences,
     "what it, what is": free_relatives,
 }
@@ -134,7 +139,8 @@ def main():
     for name, count in COUNTS.items():
         found = len(list(count()))
         limit = LIMITS.get(name, 0)
-        verdict = "" if found == limit else " MORE than the limit" if found > limit else " fewer: lower the limit"
+        verdict = (" MORE than the limit" if found > limit else
+                   " fewer: lower the limit" if found < limit else "")
         print(f"{found:5} {name} (limit {limit}){verdict}")
         is_right &= found <= limit
     return 0 if is_right else 1

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""compare_output.py EXPECTED PROGRAM [ARGUMENT...]: runs the program; its output must be the file's text.
+"""compare_output.py EXPECTED PROGRAM [ARGUMENT...]: runs the program; its output must be the file's
+text.
 
-In the file … stands for anything within its line. A program that ends with 77 has nothing to show here: so does this.
+In the file … stands for anything within its line. A program that ends with 77 has nothing to show
+here: so does this.
 """
 import difflib
 import pathlib
@@ -17,7 +19,8 @@ def fits(wanted, line):
 
 
 def difference(expected, output):
-    """Returns how an output differs from the text of a file, as lines of a diff; empty if it does not."""
+    """Returns how an output differs from the text of a file, as lines of a diff; empty if it does
+    not."""
     wanted = pathlib.Path(expected).read_text(encoding='utf-8').splitlines(keepends=True)
     lines = output.splitlines(keepends=True)
     for i, (want, line) in enumerate(zip(wanted, lines)):

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Finds LibTorch and prints it as five lines: root, library folder, version, where it came from, and the Python
-interpreter whose package it is (empty if there is none).
+"""Finds LibTorch and prints it as five lines: root, library folder, version, where it came from,
+and the Python interpreter whose package it is (empty if there is none).
 
-Asked by meson.build and by `dev`, so that both always mean the same LibTorch. Order: the root given as
-argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the system's.
-A root that was asked for is taken or refused, never passed over.
+Asked by meson.build and by `dev`, so that both always mean the same LibTorch. Order: the root given
+as argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the
+system's. A root that was asked for is taken or refused, never passed over.
 
-With --device TYPE (cuda, xpu, ...) only one that was built for it will do. With --python PATH no other interpreter's
-package will.
+With --device TYPE (cuda, xpu, ...) only one that was built for it will do. With --python PATH no
+other interpreter's package will.
 """
 import argparse
 import os
@@ -23,8 +23,9 @@ TREE = pathlib.Path(__file__).resolve().parent.parent
 # What the library for a device is called where its name is not the device's.
 BUILT_FOR = {'cuda': ('cuda', 'hip')}
 
-# -I and no `import torch`: a folder named torch in the working directory is found as a namespace package
-# (it has no origin), and the import would take seconds. -I also hides `pip install --user`, hence the append.
+# -I and no `import torch`: a folder named torch in the working directory is found as a namespace
+# package (it has no origin), and the import would take seconds. -I also hides `pip install --user`,
+# hence the append.
 ASK_PYTHON = """
 import importlib.util, os, site, sys
 if sys.prefix == sys.base_prefix:
@@ -56,25 +57,31 @@ def library_folder(root):
 
 
 def version(root):
-    """The version as numbers, from the header that states it (2.13 moved it to torch/headeronly)."""
+    """The version as numbers, from the header that states it (2.13 moved it to
+    torch/headeronly)."""
     for header in ('torch/headeronly/version.h', 'torch/csrc/api/include/torch/version.h'):
         path = root / 'include' / header
         if path.is_file():
-            numbers = re.findall(r'#define TORCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)', path.read_text())
+            numbers = re.findall(r'#define TORCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)',
+                                 path.read_text())
             if len(numbers) == 3:
                 return tuple(map(int, numbers))
     return None
 
 
 def judge(root, device='cpu'):
-    """(library folder, version text, '') of a root that the device can use, or what is wrong with it in the third place."""
+    """(library folder, version text, '') of a root that the device can use, or what is wrong with
+    it in the third place."""
     folder, found = library_folder(root), version(root)
     if folder is None or found is None:
-        return None, None, f'{root} holds no LibTorch (looked for include/torch and lib/libtorch.so)'
+        looked = 'looked for include/torch and lib/libtorch.so'
+        return None, None, f'{root} holds no LibTorch ({looked})'
     text = '.'.join(map(str, found))
     if found < OLDEST:
-        return None, None, f'{root} is LibTorch {text}; remat needs {OLDEST[0]}.{OLDEST[1]} or newer'
-    if device != 'cpu' and not any((folder / f'libtorch_{name}.so').exists() for name in BUILT_FOR.get(device, (device,))):
+        oldest = f'{OLDEST[0]}.{OLDEST[1]}'
+        return None, None, f'{root} is LibTorch {text}; remat needs {oldest} or newer'
+    if device != 'cpu' and not any((folder / f'libtorch_{name}.so').exists()
+                                   for name in BUILT_FOR.get(device, (device,))):
         return None, None, f'{root} is LibTorch {text} without {device}'
     return folder, text, ''
 
@@ -89,7 +96,8 @@ def interpreter(root):
 
 
 def candidates(given):
-    for root, origin in ((given, 'the option torch_root'), (os.environ.get('TORCH_ROOT'), 'TORCH_ROOT')):
+    for root, origin in ((given, 'the option torch_root'),
+                         (os.environ.get('TORCH_ROOT'), 'TORCH_ROOT')):
         if root:
             yield root, origin, True
             return
@@ -129,10 +137,13 @@ def main():
         return 1
     print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
     if device != 'cpu':
-        print(f'Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
-              f'    folder torch of a Python package that has it.', file=sys.stderr)
+        print(f'Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: '
+              'an unpacked one, or the\n'
+              '    folder torch of a Python package that has it.', file=sys.stderr)
         return 1
-    print('Hint: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install torch==2.13.0`.',
+    print(
+        'Hint: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install '
+        'torch==2.13.0`.',
           file=sys.stderr)
     return 1
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""sum_tests.py BUILD_DIR: adds up Meson's last test run, names its slowest tests; the last line is `N passed, N failed`.
+"""sum_tests.py BUILD_DIR: adds up Meson's last test run, names its slowest tests; the last line is
+`N passed, N failed`.
 
-A Catch2 program counts case by case, a script whose last line is `N passed, N failed` counts what it says, any
-other test counts one. Exits 1 when something failed or nothing ran.
+A Catch2 program counts case by case, a script whose last line is `N passed, N failed` counts what
+it says, any other test counts one. Exits 1 when something failed or nothing ran.
 """
 import json
 import pathlib
@@ -20,13 +21,15 @@ def count(test):
     if status == SKIPPED:
         return 0, 0
     passed = failed = None
-    # Catch2's console reporter ends with one of two lines; v2 and v3 agree on the words. The last one counts: a case may
-    # have run its own program for another case.
-    ends = list(re.finditer(r'^All tests passed \(.* in (\d+) test cases?\)|^test cases: *\d+ *\|(.*)$', output, re.M))
+    # Catch2's console reporter ends with one of two lines; v2 and v3 agree on the words. The last
+    # one counts: a case may have run its own program for another case.
+    ends = list(re.finditer(
+        r'^All tests passed \(.* in (\d+) test cases?\)|^test cases: *\d+ *\|(.*)$', output, re.M))
     if ends and ends[-1][1]:
         passed, failed = int(ends[-1][1]), 0
     elif ends:
-        counts = {word: int(number) for number, word in re.findall(r'(\d+) (passed|failed)\b(?! as)', ends[-1][2])}
+        counts = {word: int(number)
+                  for number, word in re.findall(r'(\d+) (passed|failed)\b(?! as)', ends[-1][2])}
         passed, failed = counts.get('passed', 0), counts.get('failed', 0)
     elif re.search(r'^No test(s ran| cases matched)', output, re.M):
         return 0, 0
@@ -44,9 +47,11 @@ def count(test):
 
 
 def seconds(test, name):
-    """(seconds, name) of each test in one entry of testlog.json; a Catch2 program names its slowest cases itself."""
+    """(seconds, name) of each test in one entry of testlog.json; a Catch2 program names its slowest
+    cases itself."""
     cases = re.findall(r'^took ([\d.e+-]+) s: (.*)$', test.get('stderr', ''), re.M)
-    return [(float(taken), f'{name}: {case}') for taken, case in cases] or [(test['duration'], name)]
+    return [(float(taken), f'{name}: {case}')
+            for taken, case in cases] or [(test['duration'], name)]
 
 
 def main():

@@ -3,11 +3,11 @@
 
 Usage: wrap_prose.py [--check] FILE...
 
-`Throws`, `Memory:` and the like begin a paragraph. One is left alone where it may be a table, a drawing or code: a line that begins with more
-than one space, or has two spaces inside. Names of Notes, links and short pieces of code are not
-broken, and no line begins with the name of a Note. Comments behind code, tables and code blocks of
-Markdown keep their lines. With --check nothing is written, and the exit status is 1 if a paragraph
-would change.
+`Throws`, `Memory:` and the like begin a paragraph. One is left alone where it may be a table, a
+drawing or code: a line that begins with more than one space, or has two spaces inside. Names of
+Notes, links and short pieces of code are not broken, and no line begins with the name of a Note.
+Comments behind code, tables and code blocks of Markdown keep their lines. With --check nothing is
+written, and the exit status is 1 if a paragraph would change.
 """
 
 import re
@@ -17,13 +17,16 @@ from pathlib import Path
 COLUMNS = 100
 GLUE = "\x00"  # stands for a space at which no line ends
 COMMENT = re.compile(r"^(\s*)(///?)( ?)(.*)$")
-LABEL = re.compile(r"(Throws|Returns|Costs) |(Memory|Threads|Source|Example|Lifetime|Recommended|Arguments|Cost|Time): ")
+LABEL = re.compile(
+    r"(Throws|Returns|Costs) "
+    r"|(Memory|Threads|Source|Example|Lifetime|Recommended|Arguments|Cost|Time): ")
 ITEM = re.compile(r"^(\* |- |\d+\. )(.*)$")
 UNBROKEN = re.compile(r"\S* ?Note \[[^\]]*\]|!?\[[^\]\n]*\]\([^)\n]*\)|`[^`\n]{1,60}`")
 
 
 def lines_of(text, first, rest):
-    """Returns the text in lines of at most COLUMNS, the first with one prefix and the others with another."""
+    """Returns the text in lines of at most COLUMNS, the first with one prefix and the others with
+    another."""
     words = UNBROKEN.sub(lambda found: found.group().replace(" ", GLUE), text).split(" ")
     lines, line = [], first
     for word in filter(None, words):
@@ -36,7 +39,8 @@ def lines_of(text, first, rest):
 
 
 def is_prose(bodies):
-    return not any(body.startswith(" ") or re.search(r"\S  +\S", body) or body.endswith("\\") for body in bodies)
+    return not any(body.startswith(" ") or re.search(r"\S  +\S", body) or body.endswith("\\")
+                   for body in bodies)
 
 
 def wrapped(paragraph, prefix, hanging):
@@ -47,7 +51,8 @@ def wrapped(paragraph, prefix, hanging):
     item = ITEM.match(paragraph[0])
     bodies = paragraph
     if item is not None:
-        bodies = [item.group(2)] + [body[hanging:] if body.startswith(" " * hanging) else body for body in paragraph[1:]]
+        bodies = [item.group(2)] + [body[hanging:] if body.startswith(" " * hanging) else body
+                                    for body in paragraph[1:]]
     if not is_prose(bodies):
         return as_it_is
     first = prefix + (item.group(1) if item is not None else "")
@@ -68,7 +73,8 @@ def paragraphs(bodies):
             or body.startswith("Note [")
             or found[-1][-1].startswith("Note [")
             or (body.startswith(" ") and ITEM.match(found[-1][0]) is None)
-            or (not body.startswith(" ") and found[-1][-1].startswith(" ") and ITEM.match(found[-1][0]) is None)
+            or (not body.startswith(" ") and found[-1][-1].startswith(" ")
+                and ITEM.match(found[-1][0]) is None)
         )
         if begins:
             found.append([])

@@ -86,7 +86,9 @@ class Program:
         for each in self.model.parameters():
             each.grad = torch.zeros_like(each)
 
-    def step(self, call: Optional[Callable[..., torch.Tensor]] = None, checkpoints: bool = False) -> None:
+    def step(
+        self, call: Optional[Callable[..., torch.Tensor]] = None, checkpoints: bool = False
+    ) -> None:
         torch.manual_seed(2)
         self.model.checkpoints = checkpoints
         for each in self.model.parameters():
@@ -165,13 +167,19 @@ def main() -> None:
         return say("gradients are the plain ones")
     taken = rounds(sides, options)
     least = {side: min(all_ns) for side, all_ns in taken.items()}
-    say(f"{'GPT, ' + str(options.blocks) + ' blocks':28} {'peak bytes':>12} {'%':>6} {'min [ms]':>9} {'of plain':>9}")
+    say(
+        f"{'GPT, ' + str(options.blocks) + ' blocks':28} {'peak bytes':>12} {'%':>6} "
+        f"{'min [ms]':>9} {'of plain':>9}"
+    )
     for side, all_ns in taken.items():
-        params = {"side": side, "peak_bytes": peaks[side], "blocks": options.blocks, "dropout": options.dropout}
+        params = {
+            "side": side, "peak_bytes": peaks[side], "blocks": options.blocks,
+            "dropout": options.dropout
+        }
         print_line("python_budget_peers", params, options, least[side], all_ns)
         say(
-            f"{side:28} {peaks[side]:12} {100 * peaks[side] / plain_peak:6.1f} {least[side] / 1e6:9.1f} "
-            f"{least[side] / least['plain']:9.3f}"
+            f"{side:28} {peaks[side]:12} {100 * peaks[side] / plain_peak:6.1f} "
+            f"{least[side] / 1e6:9.1f} {least[side] / least['plain']:9.3f}"
         )
 
 

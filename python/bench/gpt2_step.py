@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What a step of a small GPT2 of transformers costs: plain, and with torch's checkpoints without and with remat.
+"""What a step of a small GPT2 of transformers costs: plain, and with torch's checkpoints without
+and with remat.
 
     python/bench/gpt2_step.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]
 
-Forward and backward, every block a region, interleaved in one process; gradients are compared first. At batch
-1 x 16 the host's work on operators and regions is nearly all there is, at 4 x 64 arithmetic counts, too. Needs the
-package transformers; bench/METHOD.md says what the numbers leave out.
+Forward and backward, every block a region, interleaved in one process; gradients are compared
+first. At batch 1 x 16 the host's work on operators and regions is nearly all there is, at 4 x 64
+arithmetic counts, too. Needs the package transformers; bench/METHOD.md says what the numbers leave
+out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ BATCHES = {(1, 16): 0.70, (4, 64): 0.90}
 def sides_of(ids: torch.Tensor) -> list[Side]:
     plain = small_gpt2(VOCABULARY, 64, BLOCKS, WIDTH)
     upstream, own = copy.deepcopy(plain), copy.deepcopy(plain)
-    enable = getattr(upstream, "activation_checkpointing_enable", upstream.gradient_checkpointing_enable)
+    enable = getattr(
+        upstream, "activation_checkpointing_enable", upstream.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     remat.apply(own, types=GPT2Block)
 
@@ -51,7 +55,9 @@ def sides_of(ids: torch.Tensor) -> list[Side]:
     found = [of(upstream), of(own)]
     with remat.installed():
         found.append(of(upstream))
-    assert all(torch.equal(a, b) for each in found for a, b in zip(each, expected)), "a gradient is not the plain one"
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, expected)), (
+        "a gradient is not the plain one"
+    )
     assert remat.counters()["frames_created"] - before == 2 * BLOCKS
     return [
         Side("plain", lambda: step(plain)),
@@ -65,21 +71,27 @@ def main() -> None:
     options = parse(__doc__ or "")
     say(f"GPT2 of {BLOCKS} blocks of width {WIDTH}, {VOCABULARY} ids")
     say(
-        f"{'a step [ms]':24} {'plain':>8} {'upstream':>9} {'drop-in':>8} {'/ upstream':>11} {'wanted':>7} "
-        f"{'own':>8} {'/ upstream':>11}"
+        f"{'a step [ms]':24} {'plain':>8} {'upstream':>9} {'drop-in':>8} {'/ upstream':>11} "
+        f"{'wanted':>7} {'own':>8} {'/ upstream':>11}"
     )
     for (batch, context), wanted in BATCHES.items():
-        sides = sides_of(torch.randint(VOCABULARY, (batch, context), generator=torch.Generator().manual_seed(1)))
+        sides = sides_of(
+            torch.randint(VOCABULARY, (batch, context), generator=torch.Generator().manual_seed(1))
+        )
         if options.smoke:
             say(f"{batch} x {context}: gradients are the plain ones")
             continue
         taken = rounds(sides, options)
         for side, all_ns in taken.items():
-            print_line("python_gpt2_step", {"batch": f"{batch} x {context}", "side": side}, options, min(all_ns), all_ns)
+            print_line(
+                "python_gpt2_step", {"batch": f"{batch} x {context}", "side": side}, options,
+                min(all_ns), all_ns
+            )
         ms = {side: min(all_ns) / 1e6 for side, all_ns in taken.items()}
         say(
-            f"{f'{batch} x {context}':24} {ms['plain']:8.2f} {ms['upstream']:9.2f} {ms['drop-in']:8.2f} "
-            f"{ms['drop-in'] / ms['upstream']:11.3f} {wanted:7.2f} {ms['own']:8.2f} {ms['own'] / ms['upstream']:11.3f}"
+            f"{f'{batch} x {context}':24} {ms['plain']:8.2f} {ms['upstream']:9.2f} "
+            f"{ms['drop-in']:8.2f} {ms['drop-in'] / ms['upstream']:11.3f} {wanted:7.2f} "
+            f"{ms['own']:8.2f} {ms['own'] / ms['upstream']:11.3f}"
         )
 
 

@@ -1,4 +1,5 @@
-"""What the benches of the package share: the words of the command line, rounds, the JSON line. bench/measure.h does so in C++."""
+"""What the benches of the package share: the words of the command line, rounds, the JSON line.
+bench/measure.h does so in C++."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ def parse(
 ) -> argparse.Namespace:
     """The words that every bench knows, and those that `more` adds; one thread from here on."""
     parser = argparse.ArgumentParser(description=text.split("\n")[0])
-    parser.add_argument("--samples", type=int, default=15, help="of everything that is compared, in turns")
-    parser.add_argument("--sample-ms", type=float, default=50, help="a sample takes so long at the least")
+    parser.add_argument(
+        "--samples", type=int, default=15, help="of everything that is compared, in turns"
+    )
+    parser.add_argument(
+        "--sample-ms", type=float, default=50, help="a sample takes so long at the least"
+    )
     parser.add_argument("--clock", choices=("wall", "thread"), default="wall")
     parser.add_argument("--smoke", action="store_true", help="only check what would be timed")
     more(parser)
@@ -69,13 +74,18 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def print_line(bench: str, params: dict[str, Any], options: argparse.Namespace, least_ns: float, all_ns: list[float]) -> None:
+def print_line(
+    bench: str, params: dict[str, Any], options: argparse.Namespace, least_ns: float,
+    all_ns: list[float]
+) -> None:
     """One JSON line on stdout; `least_ns` may be a difference of minima, which no sample shows."""
     median = statistics.median(all_ns)
     line = {
-        "bench": bench, "params": params | {"clock": options.clock}, "min_ns": least_ns, "median_ns": median,
+        "bench": bench, "params": params | {"clock": options.clock}, "min_ns": least_ns,
+        "median_ns": median,
         "mad_ns": statistics.median(abs(each - median) for each in all_ns), "samples": len(all_ns),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": sys.version.split()[0],
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "python": sys.version.split()[0],
         "remat": remat.__version__, "commit": commit(),
     }  # fmt: skip
     print(json.dumps(line), flush=True)

@@ -3,9 +3,11 @@
 
     python/bench/region_cost.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]
 
-Overhead of a region is what forward and backward take with it, less forward and backward without, less one more
-forward: differences of minima. Gradients are compared first. "drop-in": a stop where upstream stops; "own":
-`remat.checkpoint`, a stop where it pays. bench/METHOD.md says what the numbers leave out.
+Overhead of a region is what forward and backward take with it, less forward and backward without,
+less one more
+forward: differences of minima. Gradients are compared first. "drop-in": a stop where upstream
+stops; "own": `remat.checkpoint`, a stop where it pays. bench/METHOD.md says what the numbers leave
+out.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ OPS = [torch.ops.aten.mv.default]
 SELECTIVE = functools.partial(create_selective_checkpoint_contexts, OPS)
 POLICY = remat.save_ops(OPS)
 
-# Name: (plain function, with upstream's interface, with remat's own, wanted ratios of the drop-in and of the own)
+# Name: (plain function, with upstream's interface, with remat's own, wanted ratios of the drop-in
+# and of the own)
 Step = Callable[[torch.Tensor], torch.Tensor]
 CASES: dict[str, tuple[Step, Step, Step, float, float]] = {
     f"{n} operator{'s' if n > 1 else ''}": (
@@ -117,8 +120,8 @@ def sides_of(case: str) -> list[Side]:
 def main() -> None:
     options = parse(__doc__ or "")
     say(
-        f"{'overhead per region [ns]':24} {'upstream':>9} {'drop-in':>9} {'upstream /':>11} {'wanted':>7} "
-        f"{'own':>9} {'upstream /':>11} {'wanted':>7}"
+        f"{'overhead per region [ns]':24} {'upstream':>9} {'drop-in':>9} {'upstream /':>11} "
+        f"{'wanted':>7} {'own':>9} {'upstream /':>11} {'wanted':>7}"
     )
     for case in CASES:
         sides = sides_of(case)
@@ -134,11 +137,15 @@ def main() -> None:
                 (ns - forward - plain) / REGIONS
                 for ns, forward, plain in zip(taken[side], taken["forward"], taken["plain"])
             ]
-            print_line("python_region_cost", {"case": case, "side": side}, options, least[side], differences)
+            print_line(
+                "python_region_cost", {"case": case, "side": side}, options, least[side],
+                differences
+            )
         wanted, wanted_own = CASES[case][3:]
         say(
-            f"{case:24} {least['upstream']:9.0f} {least['drop-in']:9.0f} {least['upstream'] / least['drop-in']:11.1f} "
-            f"{wanted:7.0f} {least['own']:9.0f} {least['upstream'] / least['own']:11.1f} {wanted_own or '-':>7}"
+            f"{case:24} {least['upstream']:9.0f} {least['drop-in']:9.0f} "
+            f"{least['upstream'] / least['drop-in']:11.1f} {wanted:7.0f} {least['own']:9.0f} "
+            f"{least['upstream'] / least['own']:11.1f} {wanted_own or '-':>7}"
         )
 
 

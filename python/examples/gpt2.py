@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Trains transformers' GPT2, made small, on real text: plain, with torch's checkpoints, and with remat's.
+"""Trains transformers' GPT2, made small, on real text: plain, with torch's checkpoints, and with
+remat's.
 
-Prints for each way the peak of a step's activations [bytes], the time of a step, and how far its losses and
-parameters are from those of the plain training: 0. `./dev demo python` runs it.
+Prints for each way the peak of a step's activations [bytes], the time of a step, and how far its
+losses and parameters are from those of the plain training: 0. `./dev demo python` runs it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ try:
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ImportError as error:
-    sys.exit(f"gpt2.py needs the package transformers ({error}). Hint: python -m pip install transformers")
+    sys.exit(
+        f"gpt2.py needs the package transformers ({error}). Hint: python -m pip install "
+        "transformers"
+    )
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "data" / "genesis-exodus.txt"
 
 
-def batches(path: Path, batch_size: int, context: int, count: int) -> tuple[list[torch.Tensor], int]:
+def batches(
+    path: Path, batch_size: int, context: int, count: int
+) -> tuple[list[torch.Tensor], int]:
     """Batches of ids (B, T), one id a distinct character, and how many characters there are."""
     text = path.read_bytes()
     ids_of = {character: i for i, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([ids_of[character] for character in text])
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(len(ids) - context, (count, batch_size), generator=generator)
-    return [torch.stack([ids[start : start + context] for start in row]) for row in starts], len(ids_of)
+    return [torch.stack([ids[start : start + context] for start in row]) for row in starts], len(
+        ids_of
+    )
 
 
 def small_gpt2(vocabulary: int, context: int, blocks: int, width: int) -> GPT2LMHeadModel:
@@ -47,8 +55,11 @@ def small_gpt2(vocabulary: int, context: int, blocks: int, width: int) -> GPT2LM
     return GPT2LMHeadModel(config).train()
 
 
-def stages_of(model: GPT2LMHeadModel, ids: Callable[[], torch.Tensor]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """The model as a chain of functions from one tensor to one tensor: ids, hidden states, ..., the loss."""
+def stages_of(
+    model: GPT2LMHeadModel, ids: Callable[[], torch.Tensor]
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """The model as a chain of functions from one tensor to one tensor: ids, hidden states, ..., the
+    loss."""
     body = model.transformer
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
@@ -72,11 +83,15 @@ def stages_of(model: GPT2LMHeadModel, ids: Callable[[], torch.Tensor]) -> list[C
 class Way:
     """One way to train the model, and what it took."""
 
-    def __init__(self, name: str, model: GPT2LMHeadModel, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, model: GPT2LMHeadModel, loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self.name = name
         self.model = model
         self.loss = loss
-        self.around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.around: Callable[[], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext
+        )
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for each in model.parameters():
             each.grad = torch.zeros_like(each)
@@ -103,9 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=12, help="of each training")
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--budget-mb", type=float, help="of the plan; a quarter of the plain peak if it is not given")
+    parser.add_argument(
+        "--budget-mb", type=float,
+        help="of the plan; a quarter of the plain peak if it is not given"
+    )
     parser.add_argument("--text", type=Path, default=TEXT, help="a file of single-byte characters")
-    parser.add_argument("--small", action="store_true", help="a few seconds, to see that everything works")
+    parser.add_argument(
+        "--small", action="store_true", help="a few seconds, to see that everything works"
+    )
     options = parser.parse_args()
     batch_size, context, width = (4, 64, 64) if options.small else (8, 128, 128)
 
@@ -113,8 +133,9 @@ def main() -> None:
     data, vocabulary = batches(options.text, batch_size, context, options.steps)
     base = small_gpt2(vocabulary, context, options.blocks, width)
     print(
-        f"GPT2 of {options.blocks} blocks of width {width}, {sum(p.numel() for p in base.parameters()):,} parameters, "
-        f"batches of {batch_size} x {context} characters, torch {torch.__version__}"
+        f"GPT2 of {options.blocks} blocks of width {width}, "
+        f"{sum(p.numel() for p in base.parameters()):,} parameters, batches of {batch_size} x "
+        f"{context} characters, torch {torch.__version__}"
     )
 
     def plain_loss(model: GPT2LMHeadModel) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -126,14 +147,24 @@ def main() -> None:
         return Way(name, model, plain_loss(model))
 
     def use_torch(model: GPT2LMHeadModel) -> None:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
 
-    ways = [way("plain"), way("torch.utils.checkpoint", use_torch), way("the same, remat installed", use_torch)]
+    ways = [
+        way("plain"), way("torch.utils.checkpoint", use_torch),
+        way("the same, remat installed", use_torch)
+    ]
     ways[2].around = remat.installed
     ways.append(way("remat.apply to the blocks", lambda model: remat.apply(model, types=GPT2Block)))
     policy = remat.save_matmuls()
-    ways.append(way("... that keep products", lambda model: remat.apply(model, types=GPT2Block, policy=policy)))
+    ways.append(
+        way(
+            "... that keep products",
+            lambda model: remat.apply(model, types=GPT2Block, policy=policy),
+        )
+    )
 
     # The budget is a part of what a plain step takes.
     probe = way("")
@@ -155,19 +186,24 @@ def main() -> None:
             each.step(ids, meter)
 
     plain = ways[0]
-    print(f"{'':28} {'peak bytes':>14} {'':>7} {'ms a step':>10} {'':>7} {'last loss':>10}  difference of losses, parameters")
+    print(
+        f"{'':28} {'peak bytes':>14} {'':>7} {'ms a step':>10} {'':>7} {'last loss':>10}  "
+        "difference of losses, parameters"
+    )
     plain_s = min(plain.seconds)
     is_same = True
     for each in ways:
         seconds = min(each.seconds)  # the machine's other work makes steps longer, never shorter
         of_losses = max(abs(a - b) for a, b in zip(each.losses, plain.losses))
         of_parameters = max(
-            (a - b).abs().max().item() for a, b in zip(each.model.parameters(), plain.model.parameters())
+            (a - b).abs().max().item()
+            for a, b in zip(each.model.parameters(), plain.model.parameters())
         )
         is_same = is_same and of_losses == 0 and of_parameters == 0
         print(
-            f"{each.name:28} {each.peak_bytes:>14,} {each.peak_bytes / plain.peak_bytes:>7.1%} {seconds * 1e3:>10.1f} "
-            f"{seconds / plain_s:>6.2f}x {each.losses[-1]:>10.6f}  {of_losses:g}, {of_parameters:g}"
+            f"{each.name:28} {each.peak_bytes:>14,} {each.peak_bytes / plain.peak_bytes:>7.1%} "
+            f"{seconds * 1e3:>10.1f} {seconds / plain_s:>6.2f}x {each.losses[-1]:>10.6f}  "
+            f"{of_losses:g}, {of_parameters:g}"
         )
     held = ways[-1].peak_bytes <= budget
     print(f"the plan's peak {'is within' if held else 'EXCEEDS'} its budget; ", end="")

@@ -7,7 +7,9 @@ import remat
 
 torch.manual_seed(0)
 meter = remat.MemoryMeter()
-block = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Tanh())
+block = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Tanh()
+)
 x = torch.randn(256, 64)
 
 

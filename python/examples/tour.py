@@ -16,7 +16,9 @@ torch.manual_seed(0)
 class Block(nn.Module):
     def __init__(self, width=32):
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.BatchNorm1d(width)
+        self.up, self.down, self.norm = (
+            nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.BatchNorm1d(width)
+        )
 
     def forward(self, x):
         return x + self.down(remat.checkpoint_name(self.up(self.norm(x)), "up").sin())
@@ -31,7 +33,9 @@ block, model = Block(), new_model()
 
 # ---- regions
 y = remat.checkpoint(block, x)
-y = remat.checkpoint(lambda a, scale: block(a) * scale, x, scale=2.0, name="block 3", modules=[block])
+y = remat.checkpoint(
+    lambda a, scale: block(a) * scale, x, scale=2.0, name="block 3", modules=[block]
+)
 
 
 @remat.checkpoint(name="head", early_stop=False)
@@ -95,7 +99,10 @@ with remat.Recorder() as recorder:
 print(recorder.report())
 for unused in remat.unused_regions(model, model(x).sum()):
     print(unused.path, unused.cure)
-print(meter.peak_bytes, "bytes at the peak;", len(remat.saved_tensors(block(x))), "tensors saved by a block")
+print(
+    meter.peak_bytes, "bytes at the peak;", len(remat.saved_tensors(block(x))),
+    "tensors saved by a block"
+)
 
 # ---- plans
 stages = [*model, lambda x: x.square().mean()]

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The program of docs/tutorial.md: a training loop that does not fit into memory, and ways to make it fit.
+"""The program of docs/tutorial.md: a training loop that does not fit into memory, and ways to make
+it fit.
 
     tutorial.py [STEP...]    these steps of the page; without a name all, in the order of the page
 """
@@ -90,7 +91,12 @@ def print_wrapped(text):
     """Prints a text with two columns of margin, in lines of at most 98 characters."""
     for line in text.splitlines():
         words = " ".join(line.split())
-        print(textwrap.fill(words, 98, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                words, 98, initial_indent="  ", subsequent_indent="  ", break_long_words=False,
+                break_on_hyphens=False
+            )
+        )
 
 
 def train_under_limit(model):
@@ -101,7 +107,10 @@ def train_under_limit(model):
         loss = train(model)
     peak = meter.peak_bytes - before
     equal = all(map(torch.equal, model.parameters(), plain_parameters()))
-    print(f"  loss {loss:.3f}, peak {peak / 1e6:.2f} MB, parameters bit-equal: {'yes' if equal else 'no'}")
+    print(
+        f"  loss {loss:.3f}, peak {peak / 1e6:.2f} MB, parameters bit-equal: "
+        f"{'yes' if equal else 'no'}"
+    )
 
 
 def train_with(run):
@@ -109,7 +118,10 @@ def train_with(run):
     with remat.Recorder() as recorder:
         train_under_limit(new_model(run))
     for region in recorder.report().regions:
-        print(f"  {region.name}: {region.calls} calls, {region.recomputes} recomputes, {region.bytes_dropped / 1e6:.2f} MB dropped")
+        print(
+            f"  {region.name}: {region.calls} calls, {region.recomputes} recomputes, "
+            f"{region.bytes_dropped / 1e6:.2f} MB dropped"
+        )
         for each in region.decisions:
             print(f"    {each.op}: {each.calls} {each.outcome}")
 
@@ -176,7 +188,10 @@ def plan():
     sample = loader()[0][0]
     fitted = remat.fit(list(model.blocks), sample, budget_bytes=12_000_000)
     print(f"  {fitted.plan}")
-    print(f"  predicted peak {fitted.peak_bytes / 1e6:.2f} MB, measured {fitted.measured_bytes / 1e6:.2f} MB")
+    print(
+        f"  predicted peak {fitted.peak_bytes / 1e6:.2f} MB, measured "
+        f"{fitted.measured_bytes / 1e6:.2f} MB"
+    )
 
     model.run = lambda blocks, x: fitted(x)
     train_under_limit(model)

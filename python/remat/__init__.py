@@ -7,12 +7,14 @@ program within a byte budget, without regions.
     loss = remat.checkpoint(block, x, name="block 3").sum()
     loss.backward()
 
-Threads: everything here may be called from any thread; a guard is the affair of the thread that entered it.
+Threads: everything here may be called from any thread; a guard is the affair of the thread that
+entered it.
 """
 
 from __future__ import annotations
 
-from ._extension import _remat as _remat  # first: it says what is wrong if the extension does not fit
+# first: it says what is wrong if the extension does not fit
+from ._extension import _remat as _remat
 from . import _build
 
 # fmt: off
@@ -28,7 +30,8 @@ from ._drop_in import Served, install, installed, is_installed, served, uninstal
 from ._choice import ModuleChoice
 from ._custom import CustomFunction, custom_function
 from ._modules import (
-    Applied, Checkpointed, ChosenModule, RefusedModule, UnusedRegion, apply, is_checkpointed, remove,
+    Applied, Checkpointed, ChosenModule, RefusedModule, UnusedRegion, apply, is_checkpointed,
+    remove,
     reset_unused_regions, set_checkpoint_level, set_checkpointing, unused_regions,
 )
 from ._region_class import plain_class
@@ -38,7 +41,8 @@ from ._guards import (
     preserve_generator, record_allocations, recompute_cache, state_provider,
 )
 from ._offload import (
-    MoveCounts, Moves, Place, TierCounts, Tiers, save_as, save_elsewhere, save_in_tiers, save_on_cpu,
+    MoveCounts, Moves, Place, TierCounts, Tiers, save_as, save_elsewhere, save_in_tiers,
+    save_on_cpu,
     save_on_disk,
 )
 from ._observe import Recorder, SavedTensor, free_bytes, regions_of, saved_tensors

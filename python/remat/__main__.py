@@ -1,5 +1,6 @@
-"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed,
-in the processes, too, that it starts by multiprocessing. `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
+"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with
+remat installed, in the processes, too, that it starts by multiprocessing.
+`torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
 
 `python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main thread
 of each such process inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.

@@ -1,4 +1,5 @@
-"""What arguments must be: one of a wrong type is refused where it is given, by its name, with what to give instead."""
+"""What arguments must be: one of a wrong type is refused where it is given, by its name, with what
+to give instead."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))
+    return isinstance(value, str) or (
+        isinstance(value, os.PathLike) and isinstance(os.fspath(value), str)
+    )
 
 
 def _is_listed(value: Any) -> bool:
@@ -58,7 +61,9 @@ def _is_listed(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return _is_listed(value) and not (isinstance(value, (list, tuple)) and not all(isinstance(i, str) for i in value))
+    return _is_listed(value) and not (
+        isinstance(value, (list, tuple)) and not all(isinstance(i, str) for i in value)
+    )
 
 
 def _is_type(value: Any) -> bool:
@@ -79,7 +84,8 @@ def of_class(kind: type, words: str) -> Kind:
     return Kind(lambda value: isinstance(value, kind), words)
 
 
-# By the text of the annotation. What stands here is checked, what does not is not: tests/test_arguments.py lists those.
+# By the text of the annotation. What stands here is checked, what does not is not:
+# tests/test_arguments.py lists those.
 _KINDS = {
     "bool": Kind(_is_flag, "True or False"),
     "int": Kind(_is_int, "an int"),
@@ -87,11 +93,15 @@ _KINDS = {
     "Bytes": Kind(_is_whole, "a whole number of bytes", int),
     "str": of_class(str, "a str"),
     "Path": Kind(_is_path, "a str or an os.PathLike of one"),
-    "Union[torch.device, str, int, None]": Kind(_is_device, "a torch.device, a str, an int or None"),
+    "Union[torch.device, str, int, None]": Kind(
+        _is_device, "a torch.device, a str, an int or None"
+    ),
     "Sequence[Any]": Kind(_is_listed, "a list of policies"),
     "Iterable[str]": Kind(_are_names, "a list of names"),
     "Iterable[Operator]": Kind(_is_listed, "a list of operators"),
-    "Union[str, Iterable[str]]": Kind(lambda value: isinstance(value, str) or _are_names(value), "a str or a list of names"),
+    "Union[str, Iterable[str]]": Kind(
+        lambda value: isinstance(value, str) or _are_names(value), "a str or a list of names"
+    ),
     "Types": Kind(_are_types, "a class of modules, its name, or a list of these"),
     "Iterable[nn.Module]": Kind(_is_listed, "a list of modules"),
     "nn.Module": of_class(nn.Module, "a torch.nn.Module"),
@@ -146,7 +156,9 @@ def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
         text += f". Hint: pass [{value!r}]."
     elif isinstance(value, type) and words == "a torch.nn.Module" and issubclass(value, nn.Module):
         text += f". Hint: pass a module, {value.__name__}(...), or call this for each existing one."
-    elif isinstance(value, types.FunctionType) and user == "remat.Checkpointed" and name == "module":
+    elif (
+        isinstance(value, types.FunctionType) and user == "remat.Checkpointed" and name == "module"
+    ):
         text += (
             ". Hint: call remat.checkpoint(function, ...), or decorate the function with "
             "@remat.checkpoint()."

@@ -34,10 +34,11 @@ class ModuleChoice(NamedTuple):
     """
 
     name: str = ""
-    """A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character but a dot; with `|`
-    between several. It never means the root."""
+    """A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character but a
+    dot; with `|` between several. It never means the root."""
     types: Types = ()
-    """Classes (what derives from them, too) and names of classes, which may be patterns; with `|` between several."""
+    """Classes (what derives from them, too) and names of classes, which may be patterns; with `|`
+    between several."""
     predicate: Union[Callable[[str, nn.Module], bool], None] = None
     """Asked last, with the path and the module."""
     every: int = 1
@@ -85,7 +86,9 @@ class ModuleChoice(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"name={self.name}"] if self.name else []
-        types = [each if isinstance(each, str) else each.__qualname__ for each in _listed(self.types)]
+        types = [
+            each if isinstance(each, str) else each.__qualname__ for each in _listed(self.types)
+        ]
         if types:
             parts.append("type=" + "|".join(types))
         if self.predicate is not None:
@@ -95,7 +98,8 @@ class ModuleChoice(NamedTuple):
         return ",".join(parts)
 
     def chosen(self, root: nn.Module, verb: str) -> list[tuple[str, nn.Module]]:
-        """(path, module) of each that is meant. Raises ValueError if it is wrong or means none; `verb` is who asks."""
+        """(path, module) of each that is meant. Raises ValueError if it is wrong or means none;
+        `verb` is who asks."""
         for field, annotation in (("name", "str"), ("types", "Types"), ("every", "int")):
             check(verb, field, annotation, getattr(self, field))
         types = _listed(self.types)

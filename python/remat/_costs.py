@@ -27,7 +27,8 @@ def _whole(cost: T) -> T:
 
 
 class StageCost(NamedTuple):
-    """What one stage of a chain costs; each storage once. Parameters and their gradients are in no budget."""
+    """What one stage of a chain costs; each storage once. Parameters and their gradients are in no
+    budget."""
 
     forward_s: float = 0.0
     """[seconds] of a forward in grad mode."""
@@ -52,24 +53,27 @@ class StageCost(NamedTuple):
     movable_bytes: int = 0
     """[bytes] of `saved_bytes` that go away when what the stage saves is moved."""
     has_movable_output: bool = False
-    """Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input."""
+    """Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves
+    its input."""
     first_read_tmp_bytes: int = 0
-    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a region that ends
-    with the stage is computed again beside it."""
+    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads what autograd
+    keeps: a region that ends with the stage is computed again beside it."""
     stopped_tmp_bytes: int = -1
-    """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the
-    output if autograd keeps it. Negative: the same."""
+    """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond
+    `saved_bytes`, and the output if autograd keeps it. Negative: the same."""
     saves_input: bool = True
-    """Whether the input is among what autograd keeps of the stage. If not, it goes away when the stage has run forward,
-    unless others hold it: the stage before it, which saves its output, the caller, or a region that begins with the stage
-    and is in no other one."""
+    """Whether the input is among what autograd keeps of the stage. If not, it goes away when the
+    stage has run forward, unless others hold it: the stage before it, which saves its output, the
+    caller, or a region that begins with the stage and is in no other one."""
     backward_bytes: int = -1
-    """[bytes] of all that there is of the stage at the peak of its backward, but for the input, which others hold. Negative:
-    the sum of what is named here."""
+    """[bytes] of all that there is of the stage at the peak of its backward, but for the input,
+    which others hold. Negative: the sum of what is named here."""
     region_backward_bytes: int = -1
-    """The same with the input, which a region holds that begins with the stage. Negative: both together."""
+    """The same with the input, which a region holds that begins with the stage. Negative: both
+    together."""
     lone_backward_bytes: int = -1
-    """The same with the input, if autograd keeps it, when nobody else holds it. Negative: both together."""
+    """The same with the input, if autograd keeps it, when nobody else holds it. Negative: both
+    together."""
 
 
 class MoveCost(NamedTuple):
@@ -80,8 +84,8 @@ class MoveCost(NamedTuple):
     load_s_per_byte: float = 0.0
     """[seconds per byte] of copies back."""
     held_up_share: float = 0.0
-    """By which share of these seconds the program takes longer beside which they run; above 1 where preparing copies takes
-    longer than copying."""
+    """By which share of these seconds the program takes longer beside which they run; above 1 where
+    preparing copies takes longer than copying."""
 
 
 class ChainCost(NamedTuple):
@@ -93,16 +97,18 @@ class ChainCost(NamedTuple):
     """[bytes] of the gradient of the input; 0 if it takes none."""
     stages: tuple[StageCost, ...] = ()
     rounding: float = 0.0
-    """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it; `free_budget` takes
-    it off."""
+    """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it;
+    `free_budget` takes it off."""
     moving: Optional[MoveCost] = None
     """None: nothing moves."""
     cached_cast_bytes: int = 0
-    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
-    count in every peak, from beginning to end, and are in no stage's bytes."""
+    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is
+    around all of them. They count in every peak, from beginning to end, and are in no stage's
+    bytes."""
     held_to_end_bytes: int = 0
-    """[bytes] that the caller of `backward()` has of the last stage until it returns: the result and its gradient. They
-    count in the peaks of all stages before that one, when they run backward."""
+    """[bytes] that the caller of `backward()` has of the last stage until it returns: the result
+    and its gradient. They count in the peaks of all stages before that one, when they run
+    backward."""
 
     @classmethod
     def _of(cls, numbers: Any) -> ChainCost:
@@ -117,11 +123,12 @@ class ChainCost(NamedTuple):
 
 @dataclass(frozen=True)
 class MoveOptions:
-    """Where waits what a plan moves: `measure(..., moving=MoveOptions(directory="/nvme"))`, of `fit` and `run`, too."""
+    """Where waits what a plan moves: `measure(..., moving=MoveOptions(directory="/nvme"))`, of
+    `fit` and `run`, too."""
 
     directory: Optional[Path] = None
-    """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's tensors wait on the CPU, and
-    the CPU's own do not move."""
+    """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's
+    tensors wait on the CPU, and the CPU's own do not move."""
     min_bytes: Bytes = 1 << 16
     """[bytes]; smaller tensors stay."""
     pin_memory: bool = True

@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SeesOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators never come here: the library handles them before, natively. What does come is what torch asks the
-    topmost mode without the dispatcher: operators of higher order, and what classes of tensors say of themselves. That
-    is done as it is, with the mode off, in forward and in recomputes alike: nothing of it is kept."""
+    """Operators never come here: the library handles them before, natively. What does come is what
+    torch asks the topmost mode without the dispatcher: operators of higher order, and what classes
+    of tensors say of themselves. That is done as it is, with the mode off, in forward and in
+    recomputes alike: nothing of it is kept."""
 
     supports_higher_order_operators = True
 

@@ -20,8 +20,8 @@ from ._extension import _remat
 from ._selective import asks_functions, contexts_of
 from ._selective import counts as _selective_counts
 
-# Taken before anything is replaced. From 2.14 on the function that makes a region has its arguments apart from its
-# options, under another name; the old form is one for others, and calls the new one.
+# Taken before anything is replaced. From 2.14 on the function that makes a region has its arguments
+# apart from its options, under another name; the old form is one for others, and calls the new one.
 _IS_NEWER = hasattr(upstream, "_checkpoint_without_reentrant_generator_impl")
 _NAME = "_checkpoint_without_reentrant_generator" + ("_impl" if _IS_NEWER else "")
 _replaced = getattr(upstream, _NAME)
@@ -34,14 +34,14 @@ _num_installed = 0
 _with_hooks = [0]  # calls with respect_saved_tensors_hooks and a context_fn
 
 
-# ---- the function that makes a region ---------------------------------------------------------------------
+# ---- the function that makes a region ------------------------------------------------------------
 
 # Of a region, before the function's arguments, as the extension has them.
 _SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _noop, _default = upstream.noop_context_fn, upstream._DEFAULT_DETERMINISM_MODE
 
-# `_generator` is upstream's in the form that the extension calls, `_region` the extension's in the form that upstream
-# calls.
+# `_generator` is upstream's in the form that the extension calls, `_region` the extension's in the
+# form that upstream calls.
 # fmt: off
 if _IS_NEWER:
     def _generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,8 @@ if _IS_NEWER:
 
     def _region(
         fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, preserve_rng_state: bool = True,
-        context_fn: Any = _noop, determinism_check: Any = _default, debug: Any = False, early_stop: bool = True,
+        context_fn: Any = _noop, determinism_check: Any = _default, debug: Any = False,
+        early_stop: bool = True,
         respect_saved_tensors_hooks: Optional[bool] = None,
     ) -> Any:
         settings = preserve_rng_state, context_fn, determinism_check, debug, early_stop
@@ -67,10 +68,12 @@ else:  # before 2.8 only a switch of the process decides about the early stop
         return _replaced(fn, *given[:num_settings], *given[num_settings + 1 :], **kwargs)
 
     def _region(  # type: ignore[misc]
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = _noop, determinism_check: Any = _default,
+        fn: Any, preserve_rng_state: bool = True, context_fn: Any = _noop,
+        determinism_check: Any = _default,
         debug: Any = False, *args: Any, **kwargs: Any,
     ) -> Any:
-        return _remat._region(fn, preserve_rng_state, context_fn, determinism_check, debug, True, *args, **kwargs)
+        return _remat._region(fn, preserve_rng_state, context_fn, determinism_check, debug, True,
+                              *args, **kwargs)
 # fmt: on
 
 
@@ -92,17 +95,21 @@ def _is_called_by_upstream(name: str) -> bool:
 _reaches_upstream = _is_called_by_upstream(_NAME)
 
 
-# ---- the call itself -------------------------------------------------------------------------------------
+# ---- the call itself -----------------------------------------------------------------------------
 
-# `checkpoint` is a wrapper that asks the function behind it for an attribute: how to call that without torch.compile. The
-# extension stands there, see its Note [The call itself], if all of it is as it knows it.
+# `checkpoint` is a wrapper that asks the function behind it for an attribute: how to call that
+# without torch.compile. The extension stands there, see its Note [The call itself], if all of it is
+# as it knows it.
 _DISABLED = "__dynamo_disable"
 _function: Any = getattr(upstream.checkpoint, "__wrapped__", None)
 _takes_calls = (
     not _IS_NEWER
     and _DISABLED in getattr(getattr(upstream.checkpoint, "__code__", None), "co_consts", ())
     and getattr(_function, "__kwdefaults__", None)
-    == dict(use_reentrant=None, context_fn=_noop, determinism_check="default", debug=False, early_stop=True)
+    == dict(
+        use_reentrant=None, context_fn=_noop, determinism_check="default", debug=False,
+        early_stop=True
+    )
 )
 _in_upstreams_way: Any = None
 
@@ -136,7 +143,7 @@ def _leave_calls() -> None:
         _function.__dict__[_DISABLED] = _in_upstreams_way
 
 
-# ---- what the extension asks of upstream ------------------------------------------------------------------
+# ---- what the extension asks of upstream ---------------------------------------------------------
 
 
 def _is_tracing() -> bool:
@@ -165,17 +172,15 @@ def _leave(context: Any, error: Optional[BaseException]) -> bool:
 
 
 _remat._set_upstream(
-    generator=_generator,
-    globals=upstream.__dict__,
-    noop_context_fn=_noop,
+    generator=_generator, globals=upstream.__dict__, noop_context_fn=_noop,
     default_metadata=upstream._allowed_determinism_checks_to_fns[_default],
-    no_metadata=upstream._allowed_determinism_checks_to_fns["none"],
-    is_tracing=_is_tracing, contexts=contexts_of, debug_contexts=_debug_contexts, fingerprint=_fingerprint,
-    leave=_leave, pass_on=_pass_on, replaced_name=sys.intern(_NAME), replacement=_region,
-    throws="throw" in getattr(getattr(_function, "__code__", None), "co_names", ()),
+    no_metadata=upstream._allowed_determinism_checks_to_fns["none"], is_tracing=_is_tracing,
+    contexts=contexts_of, debug_contexts=_debug_contexts, fingerprint=_fingerprint, leave=_leave,
+    pass_on=_pass_on, replaced_name=sys.intern(_NAME), replacement=_region,
+    throws="throw" in getattr(getattr(_function, "__code__", None), "co_names", ())
 )
 
-# ---- groups ------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def _enter_both(self: Any) -> Any:
@@ -196,7 +201,7 @@ def _exit_both(self: Any, *args: Any) -> None:
     _exit_group(self, *args)
 
 
-# ---- putting it in -------------------------------------------------------------------------------------------
+# ---- putting it in -------------------------------------------------------------------------------
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -276,13 +281,15 @@ def install(
 ) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
-    That holds for whoever imported it before or imports it later: transformers, Lightning, torchtune, the wrappers
-    of FSDP, the composable `checkpoint`, `checkpoint_sequential`. Re-entrant calls, calls that torch.compile traces
-    and compiled autograd stay with upstream's code. Regions that are alive stay what they are. Each call asks for
-    one `uninstall`. Threads: any.
+    That holds for whoever imported it before or imports it later: transformers, Lightning,
+    torchtune, the wrappers of FSDP, the composable `checkpoint`, `checkpoint_sequential`.
+    Re-entrant calls, calls that torch.compile traces and compiled autograd stay with upstream's
+    code. Regions that are alive stay what they are. Each call asks for one `uninstall`. Threads:
+    any.
 
-    native_policy_functions: policy functions of selective contexts that do not look at operators' results run as
-        native policies. False, until the last `uninstall`: all run in upstream's modes.
+    native_policy_functions: policy functions of selective contexts that do not look at operators'
+        results run as native policies. False, until the last `uninstall`: all run in upstream's
+        modes.
     budget: open `remat.budget(budget)` on this thread until the matching `uninstall`, which must be
         called on the same thread [bytes, or text].
     report: when the process ends, write `remat.served()` to stderr, one line.
@@ -331,7 +338,8 @@ def uninstall() -> None:
         if _num_installed > 0:
             return
         asks_functions.clear()
-        _remat._turn_drop_in(False)  # who has imported the name meanwhile gets upstream's code through it
+        # who has imported the name meanwhile gets upstream's code through it
+        _remat._turn_drop_in(False)
         _replace(_region, _replaced)
         if _takes_calls:
             _leave_calls()
@@ -340,7 +348,8 @@ def uninstall() -> None:
 
 
 class _Inherited:
-    """What the processes that this one starts by multiprocessing inherit: made again there, it installs."""
+    """What the processes that this one starts by multiprocessing inherit: made again there, it
+    installs."""
 
     def __init__(self, budget: Optional[Budgeted]) -> None:
         self.budget = budget
@@ -356,10 +365,12 @@ def _install_as(is_on: bool, budget: Optional[Budgeted] = None) -> _Inherited:
 
 
 def install_in_children(budget: Optional[Budgeted] = None) -> None:
-    """Installs in all processes that `multiprocessing` starts from now on, and in those that they start.
+    """Installs in all processes that `multiprocessing` starts from now on, and in those that they
+    start.
 
-    A forked one has what this one has. To one that is spawned, or forked by a server, its process object is sent, once it
-    has imported the program; with what is in the configuration that processes inherit from the one that makes them.
+    A forked one has what this one has. To one that is spawned, or forked by a server, its process
+    object is sent, once it has imported the program; with what is in the configuration that
+    processes inherit from the one that makes them.
     """
     from multiprocessing import process
 

@@ -1,4 +1,5 @@
-"""Puts a method in front of torch's engine object, so that open regions see the backwards that Python begins."""
+"""Puts a method in front of torch's engine object, so that open regions see the backwards that
+Python begins."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import torch.utils.checkpoint as upstream
 
 
 class StopRecompute(upstream._StopRecomputationError):
-    """Ends a recompute that has all it needs. Raised by an operator inside a region's function, in backward.
+    """Ends a recompute that has all it needs. Raised by an operator inside a region's function, in
+    backward.
 
     Code that catches it and goes on does no harm.
     """
@@ -47,8 +48,8 @@ class ErrorKind(enum.Enum):
 
 
 class Mismatch(NamedTuple):
-    """One saved tensor that differs. The operators are known with `debug`; without, of some tensors the node of forward's,
-    such as "ConvolutionBackward0"; else they are ''."""
+    """One saved tensor that differs. The operators are known with `debug`; without, of some tensors
+    the node of forward's, such as "ConvolutionBackward0"; else they are ''."""
 
     position: int
     """Of the saved tensor in its region, from 0; -1: the region does not save it."""
@@ -57,8 +58,8 @@ class Mismatch(NamedTuple):
     forward_op: str
     recompute_op: str
     forward_tensor: str = ""
-    """The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of Block"; '' if it was none of a module
-    that the region knows."""
+    """The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of Block"; ''
+    if it was none of a module that the region knows."""
     recompute_tensor: str = ""
     """The same of the recompute."""
 
@@ -66,7 +67,8 @@ class Mismatch(NamedTuple):
 class CheckpointError(upstream.CheckpointError):
     """A recompute and its forward differ, or a region cannot go on.
 
-    Raised by `checkpoint` and by backward. What the region's function itself raises arrives as it is.
+    Raised by `checkpoint` and by backward. What the region's function itself raises arrives as it
+    is.
     """
 
     kind: ErrorKind = ErrorKind.RECOMPUTE_FAILED
@@ -93,7 +95,8 @@ class BudgetExceeded(torch.OutOfMemoryError):
     """As the report says [bytes]."""
 
 
-# What the library's texts say to C++ programs, in Python's words: phrases first, then what is left of single names.
+# What the library's texts say to C++ programs, in Python's words: phrases first, then what is left
+# of single names.
 _PHRASES = (
     # Of warnings.
     ("an exception from a RecomputeObserver's end was ignored",
@@ -101,7 +104,8 @@ _PHRASES = (
     ("remat: a StateProvider could", "remat.state_provider: a provider could"),
     ("remat: the state of a guard could not be restored",
      "remat: the state of a guard inside a region could not be restored"),
-    ("(in a tuple, a vector, a struct with visit_tensors)", "(in a tuple, a list, a dictionary, a dataclass)"),
+    ("(in a tuple, a vector, a struct with visit_tensors)",
+     "(in a tuple, a list, a dictionary, a dataclass)"),
     ("a member that holds an attention map", "an attribute that holds an attention map"),
     ("only if !remat::is_recomputing()", "only if not remat.is_recomputing()"),
     # Of errors, and of both.
@@ -110,11 +114,13 @@ _PHRASES = (
     ("cannot be stopped (a noexcept function)", "cannot be stopped"),
     ("(InputMode::CopyOnWrite)", '(input_mode="copy_on_write")'),
     ("capture_check = CaptureCheck::Ignore", 'capture_check="ignore"'),
-    ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the forward",
+    ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the "
+     "forward",
      "pass `debug=True` to checkpoint, or run the forward under remat.debug()"),
     ("(or opened a remat::DebugGuard)", "(or ran the forward under remat.debug())"),
     ("under a remat::DisableCheckpointGuard", "under remat.disable_checkpoint()"),
-    ("under torch::jit::GraphOptimizerEnabledGuard(false)", "under torch.jit.optimized_execution(False)"),
+    ("under torch::jit::GraphOptimizerEnabledGuard(false)",
+     "under torch.jit.optimized_execution(False)"),
     ("name it in CheckpointOptions::modules", "name it in `modules`"),
     ("use a RecomputeCacheGuard", "use remat.recompute_cache()"),
     ("BufferPolicy::Ignore", 'buffers="ignore"'),
@@ -128,16 +134,21 @@ _PHRASES = (
     ("is not a c10::DeviceAllocator, so it has no statistics", "keeps no statistics"),
 )  # fmt: skip
 _GUARDS = {
-    "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
-    "SaveOnCpuGuard": "save_on_cpu", "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers",
-    "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider", "RecordAllocationsGuard": "record_allocations",
-    "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
+    "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache",
+    "SaveAsGuard": "save_as",
+    "SaveOnCpuGuard": "save_on_cpu", "SaveElsewhereGuard": "save_elsewhere",
+    "SaveInTiersGuard": "save_in_tiers",
+    "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider",
+    "RecordAllocationsGuard": "record_allocations",
+    "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug",
+    "GeneratorGuard": "preserve_generator",
     "BudgetGuard": "budget",
 }  # fmt: skip
 _NAMES = (
     (re.compile(rf"\b({'|'.join(_GUARDS)})\b"), lambda found: _GUARDS[found[1]]),
     (re.compile(r"\b([A-Z][A-Za-z]*Cost)::"), lambda found: f"{found[1]}."),
-    (re.compile(r"\b[A-Z][A-Za-z]*Options::"), ""),  # an option of whatever it is: by its name alone
+    # an option of whatever it is: by its name alone
+    (re.compile(r"\b[A-Z][A-Za-z]*Options::"), ""),
     (re.compile(r"\b(preserve_rng_state|early_stop|debug|strict_unpack) = (true|false)\b"),
      lambda found: f"{found[1]}={found[2].capitalize()}"),
     (re.compile(r"\bat::k([A-Z][A-Za-z0-9]*)"), lambda found: f"torch.{found[1].lower()}"),
@@ -146,9 +157,11 @@ _NAMES = (
      lambda found: f"remat.{found[1]}.{found[2]}" if found[2] else f"remat.{found[1]}"),
 )  # fmt: skip
 
-# Warnings come from any thread, where no Python can run: the extension puts these texts in, one after the other.
+# Warnings come from any thread, where no Python can run: the extension puts these texts in, one
+# after the other.
 WORDS_OF_WARNINGS = [
-    ("remat::checkpoint: ", "remat.checkpoint: "), *_PHRASES, *_GUARDS.items(), ("remat::", "remat."),
+    ("remat::checkpoint: ", "remat.checkpoint: "), *_PHRASES, *_GUARDS.items(),
+    ("remat::", "remat."),
 ]  # fmt: skip
 
 
@@ -162,14 +175,18 @@ def in_python_words(text: str) -> str:
 
 
 def said_in_python(error: Exception) -> Exception:
-    """An error of the extension, or the same in Python's words. Errors of the program have words of their own."""
+    """An error of the extension, or the same in Python's words. Errors of the program have words of
+    their own."""
     if type(error) not in (ValueError, RuntimeError) or not str(error).startswith("remat::"):
         return error
     return type(error)(in_python_words(str(error)))
 
 
 # Where torch.utils.checkpoint puts numbers into its text, so do we: programs look for them.
-_COUNTS = "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}.\n"
+_COUNTS = (
+    "Number of tensors saved during forward: {}\n"
+    "Number of tensors saved during recomputation: {}.\n"
+)
 
 
 def make_error(
@@ -181,7 +198,8 @@ def make_error(
     recompute_count: int,
     mismatches: list[tuple[int, str, str, str, str, str, str]],
 ) -> CheckpointError:
-    """The exception for an error of the library; its first line is that of torch.utils.checkpoint, where there is one."""
+    """The exception for an error of the library; its first line is that of torch.utils.checkpoint,
+    where there is one."""
     text = in_python_words(text)
     if kind == ErrorKind.FEWER_TENSORS.value:
         fact, _, rest = text.partition("\n")

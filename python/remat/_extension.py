@@ -1,4 +1,5 @@
-"""Loads the extension module, if it fits to the torch that is here; and tells it what it needs of Python."""
+"""Loads the extension module, if it fits to the torch that is here; and tells it what it needs of
+Python."""
 
 from __future__ import annotations
 
@@ -17,20 +18,24 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ImportError(
-        f"remat was built against torch {_build.torch_version}, and no torch is installed. Hint: {_wanted}."
+        f"remat was built against torch {_build.torch_version}, and no torch is installed. Hint: "
+        f"{_wanted}."
     ) from None
 
 # One binary serves one minor version of LibTorch: the layouts of classes differ between them.
 if torch.__version__.split(".")[:2] != [str(_major), str(_minor)]:
     raise ImportError(
-        f"remat was built against torch {_build.torch_version}, and torch {torch.__version__} is installed. "
-        f"Hint: {_wanted}, or build remat against this one: pip install --no-build-isolation remat-{_build.version}.tar.gz"
+        f"remat was built against torch {_build.torch_version}, and torch {torch.__version__} is "
+        f"installed. Hint: {_wanted}, or build remat against this one: pip install "
+        f"--no-build-isolation remat-{_build.version}.tar.gz"
     )
 
 try:
     from . import _remat as _remat
 except ImportError as error:
-    if not ("undefined symbol" in str(error) or "libremat" in str(error)) or "binding number" in str(error):
+    if not (
+        "undefined symbol" in str(error) or "libremat" in str(error)
+    ) or "binding number" in str(error):
         raise
     raise ImportError(
         f"remat: the extension module and libremat.so do not match, or one is missing ({error}). "
@@ -41,15 +46,27 @@ from ._arguments import check  # noqa: E402
 from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
 from ._errors import (  # noqa: E402
-    WORDS_OF_WARNINGS, CheckpointError, ErrorKind, StopRecompute, make_budget_error, make_error, said_in_python,
+    WORDS_OF_WARNINGS,
+    CheckpointError,
+    ErrorKind,
+    StopRecompute,
+    make_budget_error,
+    make_error,
+    said_in_python,
 )
 from ._hooks import note_hooks_of  # noqa: E402
 
 
-def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Runs a recompute inside the contexts that its region has, in the order of torch.utils.checkpoint."""
+def _run_in(
+    recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    """Runs a recompute inside the contexts that its region has, in the order of
+    torch.utils.checkpoint."""
     none = contextlib.nullcontext()
-    with none if recompute_context is None else recompute_context, none if device_context is None else device_context:
+    with (
+        none if recompute_context is None else recompute_context,
+        none if device_context is None else device_context,
+    ):
         function(*args, **kwargs)
 
 
@@ -85,7 +102,8 @@ class _FunctionModes:
 
 
 def _function_modes() -> tuple[Any, list[Any]]:
-    """The innermost `with torch.device(...)` or default device, or None; and the other function modes."""
+    """The innermost `with torch.device(...)` or default device, or None; and the other function
+    modes."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
@@ -99,7 +117,8 @@ def _function_modes() -> tuple[Any, list[Any]]:
 
 
 def _device_context(is_own: bool = False) -> Any:
-    """The context of recomputes; for a region of `remat.checkpoint` with the other function modes."""
+    """The context of recomputes; for a region of `remat.checkpoint` with the other function
+    modes."""
     device, others = _function_modes()
     return _FunctionModes(device, others) if others and is_own else device
 
@@ -123,8 +142,14 @@ _STOP_TRIALS = (
 )
 
 _remat._set_names(
-    make_error=make_error, make_budget_error=make_budget_error, said_in_python=said_in_python, check=check,
-    run_in=_run_in, device_context=_device_context, stop=StopRecompute, stop_trials=_STOP_TRIALS,
+    make_error=make_error,
+    make_budget_error=make_budget_error,
+    said_in_python=said_in_python,
+    check=check,
+    run_in=_run_in,
+    device_context=_device_context,
+    stop=StopRecompute,
+    stop_trials=_STOP_TRIALS,
     dispatch_mode=SeesOperators(),  # type: ignore[no-untyped-call]
 )
 _remat._set_words(WORDS_OF_WARNINGS)

@@ -1,4 +1,5 @@
-"""`fit`: measures a chain, finds the fastest regions for a byte budget, applies them, and says what it chose."""
+"""`fit`: measures a chain, finds the fastest regions for a byte budget, applies them, and says what
+it chose."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from ._extension import _remat
 from ._region_class import Region, plain_class, switch_off, switch_on
 from ._observe import as_table
 from ._costs import ChainCost, MoveCost, MoveOptions
-from ._plan import Frontier, InfeasibleBudget, Simulation, Stage, measure, run, simulate, solve, stages_of
+from ._plan import (
+    Frontier, InfeasibleBudget, Simulation, Stage, measure, run, simulate, solve, stages_of
+)
 from ._remat import Plan
 
 _FRAME_COST_S = 15e-6  # of one region, in Python
@@ -35,7 +38,8 @@ class PlannedChain:
 
 
 def _children(sequential: nn.Module) -> list[Stage]:
-    return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
+    # A stage that is registered twice runs twice.
+    return list(sequential._modules.values())  # type: ignore[arg-type]
 
 
 def _way_of(plan: Plan, number: int) -> str:
@@ -48,7 +52,9 @@ def _way_of(plan: Plan, number: int) -> str:
 
 
 def _text_of_copies(moving: MoveCost) -> str:
-    there, back = (f"{1e9 * each:.3f} ms" for each in (moving.store_s_per_byte, moving.load_s_per_byte))
+    there, back = (
+        f"{1e9 * each:.3f} ms" for each in (moving.store_s_per_byte, moving.load_s_per_byte)
+    )
     return (
         f"{'copies of 1,000,000 bytes':<28} {there:>16} there, {back} back; "
         f"what runs beside takes {moving.held_up_share:.0%} of that longer"
@@ -56,7 +62,8 @@ def _text_of_copies(moving: MoveCost) -> str:
 
 
 class Fitted:
-    """What `fit` chose. A function: `fitted(x)` runs the chain as planned. `str` makes tables of it."""
+    """What `fit` chose. A function: `fitted(x)` runs the chain as planned. `str` makes tables of
+    it."""
 
     def __init__(
         self,
@@ -94,7 +101,8 @@ class Fitted:
 
     @property
     def peak_bytes(self) -> int:
-        """[bytes] that a step is expected to have at its peak beyond the input, parameters and their gradients."""
+        """[bytes] that a step is expected to have at its peak beyond the input, parameters and
+        their gradients."""
         return self.simulation.peak_bytes
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -131,31 +139,39 @@ class Fitted:
         each = Plan(num_stages, [(i, i) for i in range(1, num_stages)])
         least = self.frontier.plan(self.frontier.points[0].bytes)
         lines = [
-            f"{'regions':<28} {'peak bytes':>16} {'':>7} {'step time':>11} {'regions':>8} {'depth':>6}",
+            f"{'regions':<28} {'peak bytes':>16} {'':>7} {'step time':>11} {'regions':>8} "
+            f"{'depth':>6}",
             row("none", plain),
             row("each stage but the last", simulate(self.cost, each, **self._settings)),
             row("the least memory", simulate(self.cost, least, **self._settings)),
             row(f"chosen for {self.budget_bytes:,}", self.simulation),
-            *([] if self.measured_bytes is None else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]),
+            *(
+                []
+                if self.measured_bytes is None
+                else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]
+            ),
             *([] if self.cost.moving is None else [_text_of_copies(self.cost.moving)]),
             f"plan: {self.plan}",
             "",
-            f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}"
-            "   what becomes of them",
+            f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} "
+            f"{'saved bytes':>13} {'calls':>6}   what becomes of them",
         ]
         for i, (stage, calls) in enumerate(zip(self.cost.stages, self.plan.calls())):
             lines.append(
                 f"{i + 1:>5} {stage.forward_s * 1e3:>11.3f} {stage.backward_s * 1e3:>12.3f} "
-                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   {_way_of(self.plan, i + 1)}"
+                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   "
+                f"{_way_of(self.plan, i + 1)}"
             )
         return "\n".join(lines)
 
 
 def _verified(
-    plan: Plan, frontier: Frontier, budget_bytes: Bytes, functions: list[Stage], sample: torch.Tensor,
+    plan: Plan, frontier: Frontier, budget_bytes: Bytes, functions: list[Stage],
+    sample: torch.Tensor,
     expected: Callable[[Plan], int], run: Callable[[Plan, torch.Tensor], torch.Tensor],
 ) -> tuple[Plan, int]:  # fmt: skip
-    """The plan, or a smaller one, whose step stays within the budget, and the peak that this one had."""
+    """The plan, or a smaller one, whose step stays within the budget, and the peak that this one
+    had."""
     from ._state import state_kept  # not when the package is imported: few programs measure
 
     beyond = 0  # [bytes] of which the stages' costs know nothing
@@ -193,18 +209,20 @@ def fit(
         print(fitted)                                            # what was measured and chosen
         model(x).sum().backward()                                # as planned
 
-    A Sequential runs as planned from now on, in training mode (as a `Checkpointed` does), until `remat.remove(model)`.
-    Of a list of functions the result is what runs as planned: `fitted(x)`. Stages are functions from one tensor to one
-    tensor, the last one as a rule the loss.
+    A Sequential runs as planned from now on, in training mode (as a `Checkpointed` does), until
+    `remat.remove(model)`. Of a list of functions the result is what runs as planned: `fitted(x)`.
+    Stages are functions from one tensor to one tensor, the last one as a rule the loss.
 
-    cost: what `measure` said of the same stages before, in this process or another one (a ChainCost can be pickled):
-        nothing is measured then. What copies take is of `moving`.
-    budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
-    program holds beside the chain counts on top.
-    warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
-    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
-    verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
-        share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
+    cost: what `measure` said of the same stages before, in this process or another one (a ChainCost
+        can be pickled): nothing is measured then. What copies take is of `moving`.
+    budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their
+    gradients. What the program holds beside the chain counts on top. warmup, repeats, progress: as
+    of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
+    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None:
+    nothing moves.
+    verify: run a step as planned and look at its peak, which may be higher than the stages' costs
+        say: where stages share parameters, or have buffers that are restored; above the budget, a
+        smaller plan is taken.
     options: of all regions, as of `checkpoint`.
 
     Bytes and time are those of the sample's device.
@@ -212,7 +230,8 @@ def fit(
     Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
     """
     if isinstance(model_or_stages, nn.Module) and not (
-        isinstance(model_or_stages, nn.Sequential) and plain_class(model_or_stages).forward is nn.Sequential.forward
+        isinstance(model_or_stages, nn.Sequential)
+        and plain_class(model_or_stages).forward is nn.Sequential.forward
     ):
         raise ValueError(
             f"remat.fit: a {class_name(model_or_stages)} has no list of stages. Hint: pass the "
@@ -220,7 +239,10 @@ def fit(
             "*blocks, head_and_loss], and call the result instead of the model."
         )
     if not isinstance(model_or_stages, nn.Module) and not hasattr(model_or_stages, "__iter__"):
-        raise refuse("remat.fit", "the stages", "a list of functions, or a torch.nn.Sequential", model_or_stages)
+        raise refuse(
+            "remat.fit", "the stages", "a list of functions, or a torch.nn.Sequential",
+            model_or_stages
+        )
     stages: Union[nn.Sequential, list[Stage]]
     if isinstance(model_or_stages, nn.Sequential):
         stages = model_or_stages
@@ -230,7 +252,9 @@ def fit(
     _remat._Options(options)  # refuses wrong ones before the measuring
     early_stop = bool(options.get("early_stop", True))
     if cost is None:
-        settings: dict[str, Any] = {"warmup": warmup, "repeats": repeats, "early_stop": early_stop, "progress": progress}
+        settings: dict[str, Any] = {
+            "warmup": warmup, "repeats": repeats, "early_stop": early_stop, "progress": progress
+        }
         cost = measure(functions, sample, moving=moving, **settings)
     elif len(cost.stages) != len(functions):
         raise ValueError(
@@ -252,4 +276,6 @@ def fit(
         region.plan = PlannedChain(plan, moving, options)
         switch_on(stages, region)
     budget = int(budget_bytes)
-    return Fitted(stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving)
+    return Fitted(
+        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving
+    )

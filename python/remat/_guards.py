@@ -1,7 +1,7 @@
 """Guards: context managers that say what happens to regions and saved tensors in a scope.
 
-Each may be entered again and nested, and is a decorator, too. It belongs to the thread that entered it, and holds
-for the threads on which a backward called there runs. Innermost wins.
+Each may be entered again and nested, and is a decorator, too. It belongs to the thread that entered
+it, and holds for the threads on which a backward called there runs. Innermost wins.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
         return self._text
 
 
-def guard_of(make: Callable[..., G], given: dict[str, Any], kind: Callable[..., G], text: str = "") -> G:
+def guard_of(
+    make: Callable[..., G], given: dict[str, Any], kind: Callable[..., G], text: str = ""
+) -> G:
     """The guard that the library has under the name of `make`, whose arguments these are."""
     name = make.__name__
     return kind(text or f"remat.{name}", lambda: _remat._open(name, given))
@@ -65,32 +67,37 @@ def guard_of(make: Callable[..., G], given: dict[str, Any], kind: Callable[..., 
 
 @checked
 def disable_saved_tensors_hooks(message: str) -> Guard:
-    """Opening saved-tensor hooks or a region raises RuntimeError with this message; torch's own switch."""
+    """Opening saved-tensor hooks or a region raises RuntimeError with this message; torch's own
+    switch."""
     return guard_of(disable_saved_tensors_hooks, locals(), Guard)
 
 
-# ---- what regions do ----------------------------------------------------------------------------------------
+# ---- what regions do -----------------------------------------------------------------------------
 
 
 @checked
 def early_stop(enabled: bool) -> Guard:
-    """Turns early stop on or off for regions that run forward in the scope, over the option of `checkpoint`."""
+    """Turns early stop on or off for regions that run forward in the scope, over the option of
+    `checkpoint`."""
     return guard_of(early_stop, locals(), Guard, f"remat.early_stop({enabled})")
 
 
 @checked
 def checkpoint_level(training_level: int) -> Guard:
-    """Decides by level which calls are regions: of those with a `level` (`checkpoint(..., level=2)`) the ones with
-    `0 < level <= training_level`; the others run plainly. Calls without a level are regions as ever.
+    """Decides by level which calls are regions: of those with a `level`
+    (`checkpoint(..., level=2)`) the ones with `0 < level <= training_level`; the others run
+    plainly. Calls without a level are regions as ever.
 
-    Recomputes see the level that forward saw. The levels of modules (`set_checkpoint_level`) are their own.
+    Recomputes see the level that forward saw. The levels of modules (`set_checkpoint_level`) are
+    their own.
     """
     return guard_of(checkpoint_level, locals(), Guard, f"remat.checkpoint_level({training_level})")
 
 
 @checked
 def debug(enabled: Optional[bool] = True) -> Guard:
-    """Turns the recording of operators, for error reports, on or off; None leaves it to the option of `checkpoint`."""
+    """Turns the recording of operators, for error reports, on or off; None leaves it to the option
+    of `checkpoint`."""
     return guard_of(debug, locals(), Guard, f"remat.debug({enabled})")
 
 
@@ -101,33 +108,35 @@ def disable_checkpoint() -> Guard:
 
 @checked
 def recompute_cache(max_bytes: Optional[Bytes] = None) -> Guard:
-    """Backwards in the scope keep what regions recomputed for the next ones: many overlapping `torch.autograd.grad`
-    calls on a retained graph cost one recompute a region.
+    """Backwards in the scope keep what regions recomputed for the next ones: many overlapping
+    `torch.autograd.grad` calls on a retained graph cost one recompute a region.
 
-    max_bytes: of all recomputed tensors that are kept; beyond it the regions used least recently go [bytes].
-    What is held at the end of the scope is freed.
+    max_bytes: of all recomputed tensors that are kept; beyond it the regions used least recently go
+    [bytes]. What is held at the end of the scope is freed.
     """
     return guard_of(recompute_cache, locals(), Guard)
 
 
 def graph_exec_group() -> Guard:
-    """Several backwards in the scope share one recompute of each region, as those of a split backward do.
+    """Several backwards in the scope share one recompute of each region, as those of a split
+    backward do.
 
-    Each saved tensor is released when a backward has read it; a second one that reads it raises CheckpointError
-    (GROUP_OVERLAP).
+    Each saved tensor is released when a backward has read it; a second one that reads it raises
+    CheckpointError (GROUP_OVERLAP).
     """
     return guard_of(graph_exec_group, {}, Guard, "remat.graph_exec_group()")
 
 
 @checked
 def memory_limit(bytes: Bytes, device: Union[torch.device, str, int, None] = None) -> Guard:
-    """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises torch.OutOfMemoryError.
+    """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises
+    torch.OutOfMemoryError.
 
-    The whole process, all threads: the way to see on any machine what a small one would do. What a meter does not count
-    is not limited. On an accelerator the guard takes the rest of the device's free memory, so that the error is the
-    device's own, and the limit as fine as its allocator's pieces. device: None: the CPU.
-    Raises ValueError if `bytes` is negative; CheckpointError (UNSUPPORTED) as `MemoryMeter`, and if the device does not
-    say what it has free.
+    The whole process, all threads: the way to see on any machine what a small one would do. What a
+    meter does not count is not limited. On an accelerator the guard takes the rest of the device's
+    free memory, so that the error is the device's own, and the limit as fine as its allocator's
+    pieces. device: None: the CPU. Raises ValueError if `bytes` is negative; CheckpointError
+    (UNSUPPORTED) as `MemoryMeter`, and if the device does not say what it has free.
     """
     where = "" if device is None else f", {str(device)!r}"
     return guard_of(memory_limit, locals(), Guard, f"remat.memory_limit({bytes}{where})")
@@ -137,31 +146,34 @@ MemoryLimit = memory_limit
 
 
 def record_allocations() -> Guard:
-    """Recorders that are alive and record memory get each allocation and each release on an accelerator, as its allocator
-    tells them, with the region that the thread runs.
+    """Recorders that are alive and record memory get each allocation and each release on an
+    accelerator, as its allocator tells them, with the region that the thread runs.
 
         with remat.Recorder() as recorder, remat.record_allocations():
             model(batch).sum().backward()
 
-    They stand in `Recorder.event_log`, in the trace, and in each device's picture as a line: what the allocator has given
-    out. (A recorder alone samples statistics after each operator.) A `FailedAllocation` has its `asked_bytes` then.
-    Those of the thread that entered it, and of the threads on which a backward called there runs; what another thread
-    allocates is in the sum of the next one. It takes the place of torch's profiler on its thread: one that is started
-    meanwhile says that it is already enabled.
-    Costs an event an allocation, of 100 bytes and about a microsecond; without a recorder a call.
-    Raises CheckpointError (UNSUPPORTED) if torch's profiler runs on this thread.
+    They stand in `Recorder.event_log`, in the trace, and in each device's picture as a line: what
+    the allocator has given out. (A recorder alone samples statistics after each operator.) A
+    `FailedAllocation` has its `asked_bytes` then. Those of the thread that entered it, and of the
+    threads on which a backward called there runs; what another thread allocates is in the sum of
+    the next one. It takes the place of torch's profiler on its thread: one that is started
+    meanwhile says that it is already enabled. Costs an event an allocation, of 100 bytes and about
+    a microsecond; without a recorder a call. Raises CheckpointError (UNSUPPORTED) if torch's
+    profiler runs on this thread.
     """
     return guard_of(record_allocations, {}, Guard, "remat.record_allocations()")
 
 
-# ---- what recomputes see --------------------------------------------------------------------------------
+# ---- what recomputes see -------------------------------------------------------------------------
 
 
 class StateProvider(Protocol):
-    """State of the program's own that a region's function reads, such as the state of a random generator.
+    """State of the program's own that a region's function reads, such as the state of a random
+    generator.
 
-    `capture` is called when a region begins, and around its recomputes; `restore` before each recompute, and after
-    it with what was there before. Recomputes of several threads that use one provider take turns.
+    `capture` is called when a region begins, and around its recomputes; `restore` before each
+    recompute, and after it with what was there before. Recomputes of several threads that use one
+    provider take turns.
     """
 
     def capture(self) -> Any: ...
@@ -169,19 +181,25 @@ class StateProvider(Protocol):
 
 
 def state_provider(provider: StateProvider) -> Guard:
-    """Regions that begin in the scope keep what `provider` captured, and restore it around their recomputes.
+    """Regions that begin in the scope keep what `provider` captured, and restore it around their
+    recomputes.
 
     Raises TypeError for what has no `capture` and `restore`.
     """
-    if isinstance(provider, type) or not all(callable(getattr(provider, each, None)) for each in ("capture", "restore")):
-        raise refuse("remat.state_provider", "provider", "an object with `capture` and `restore`", provider)
+    if isinstance(provider, type) or not all(
+        callable(getattr(provider, each, None)) for each in ("capture", "restore")
+    ):
+        raise refuse(
+            "remat.state_provider", "provider", "an object with `capture` and `restore`", provider
+        )
     return guard_of(state_provider, locals(), Guard)
 
 
 @checked
 def preserve_generator(generator: torch.Generator) -> Guard:
-    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`), and those of the CPU
-    that their functions draw from: one of a device, say."""
+    """Regions in the scope preserve this generator as they do the default ones
+    (`preserve_rng_state`), and those of the CPU that their functions draw from: one of a device,
+    say."""
     return guard_of(preserve_generator, locals(), Guard)
 
 
@@ -190,7 +208,8 @@ def observe_recomputes(
     begin: Optional[Callable[[_remat.PhaseInfo], object]] = None,
     end: Optional[Callable[[_remat.PhaseInfo], object]] = None,
 ) -> Guard:
-    """Recomputes of regions that begin in the scope call these before and after, on their threads, in pairs.
+    """Recomputes of regions that begin in the scope call these before and after, on their threads,
+    in pairs.
 
     What `begin` raises fails the recompute; what `end` raises is a warning.
     """

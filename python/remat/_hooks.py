@@ -9,7 +9,8 @@ import torch.autograd.graph as graph
 
 
 def _nodes_of(hook: Any) -> Any:
-    """What a hook of `register_multi_grad_hook` holds: a list of the nodes of all its tensors. None for other hooks."""
+    """What a hook of `register_multi_grad_hook` holds: a list of the nodes of all its tensors. None
+    for other hooks."""
     names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
     return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else None
 
@@ -36,7 +37,8 @@ def note_hooks_of(remat: Any) -> None:
         for nodes in lists.values():
             for position, node in enumerate(nodes):
                 if node is None:
-                    nodes[position] = torch._C._functions.UndefinedGrad()  # one that no backward comes to
+                    # one that no backward comes to
+                    nodes[position] = torch._C._functions.UndefinedGrad()
 
     graph._MultiHandle.__init__ = __init__  # type: ignore[method-assign]
     remat._set_names(free_hooks=free)

@@ -1,7 +1,9 @@
-"""Modules that run as regions: `Checkpointed`, and `apply` to a tree of modules that somebody else wrote.
+"""Modules that run as regions: `Checkpointed`, and `apply` to a tree of modules that somebody else
+wrote.
 
-A module becomes a region by getting a class derived from its own, with the same name, whose `forward` is a region.
-Everything else stays: the object, its place in the tree, its names, parameters, hooks and printed text.
+A module becomes a region by getting a class derived from its own, with the same name, whose
+`forward` is a region. Everything else stays: the object, its place in the tree, its names,
+parameters, hooks and printed text.
 """
 
 from __future__ import annotations
@@ -19,39 +21,48 @@ from ._region_class import Region, _rebuilt as _rebuilt, is_on, reason_against, 
 
 M = TypeVar("M", bound=nn.Module)
 
-# ---- one module ------------------------------------------------------------------------------------------
+# ---- one module ----------------------------------------------------------------------------------
 
 
 @checked
 def Checkpointed(  # noqa: N802 - it stands where the name of a class does
-    module: M, *, training_only: bool = True, level: int = 1, buffers: str = "restore", **options: Any
+    module: M,
+    *,
+    training_only: bool = True,
+    level: int = 1,
+    buffers: str = "restore",
+    **options: Any,
 ) -> M:
     """Makes each call of `module` a region, and returns it: the same object.
 
         self.block = remat.Checkpointed(Block(512), name="block", policy=remat.save_matmuls())
 
-    Names, parameters, buffers, `state_dict`, hooks and printed text stay; copies and pickles are regions, too. The
-    module's class becomes one that is derived from its own: `isinstance` holds, `type(module) is Block` does not
-    (`remat.plain_class(module)`). Hooks of the module itself run outside of the region; those of modules in it run
-    again in recomputes.
+    Names, parameters, buffers, `state_dict`, hooks and printed text stay; copies and pickles are
+    regions, too. The module's class becomes one that is derived from its own: `isinstance` holds,
+    `type(module) is Block` does not (`remat.plain_class(module)`). Hooks of the module itself run
+    outside of the region; those of modules in it run again in recomputes.
 
     training_only: in eval mode it runs plainly.
     level: for `set_checkpoint_level`; 0: never a region, unless `set_checkpointing` asks for it.
-    buffers: "restore": a recompute sees the module's buffers as forward saw them, and puts them back: running
-        statistics move once a step. "skip_batch_norm": a module that contains one runs plainly. "ignore": they
-        move again.
+    buffers: "restore": a recompute sees the module's buffers as forward saw them, and puts them
+        back: running statistics move once a step. "skip_batch_norm": a module that contains one
+        runs plainly. "ignore": they move again.
     options: as of `checkpoint`.
 
     A recompute sees the training flags of the module and of all below it as forward saw them.
-    Memory: as `checkpoint`. The graph keeps the module alive.
-    Threads: make it a region while no forward of it runs; then any. Recomputes in several threads that restore the
-    same buffers take turns.
-    Raises ValueError for wrong options and what cannot be a region.
+    Memory: as `checkpoint`. The graph keeps the module alive. Threads: make it a region while no
+    forward of it runs; then any. Recomputes in several threads that restore the same buffers take
+    turns. Raises ValueError for wrong options and what cannot be a region.
     """
     refused = reason_against(module)
     if refused is not None:
-        raise ValueError(f"remat.Checkpointed: a {class_name(module)} cannot be a region: {refused[0]}. Hint: {refused[1]}.")
-    region = Region(options, training_only=training_only, level=level, buffers=buffers, enabled=level > 0)
+        raise ValueError(
+            f"remat.Checkpointed: a {class_name(module)} cannot be a region: {refused[0]}. Hint: "
+            f"{refused[1]}."
+        )
+    region = Region(
+        options, training_only=training_only, level=level, buffers=buffers, enabled=level > 0
+    )
     switch_on(module, region)
     return module
 
@@ -63,7 +74,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return region is not None and region.enabled
 
 
-# ---- a tree ------------------------------------------------------------------------------------------------
+# ---- a tree --------------------------------------------------------------------------------------
 
 
 class ChosenModule(NamedTuple):
@@ -97,7 +108,11 @@ class Applied(NamedTuple):
 
 Choice = Union[ModuleChoice, str, None]
 add_kind(
-    "Choice", Kind(lambda value: value is None or isinstance(value, (ModuleChoice, str)), "a ModuleChoice, a str or None")
+    "Choice",
+    Kind(
+        lambda value: value is None or isinstance(value, (ModuleChoice, str)),
+        "a ModuleChoice, a str or None",
+    ),
 )
 
 
@@ -134,16 +149,17 @@ def apply(
     buffers: str = "restore",
     **options: Any,
 ) -> Applied:
-    """Makes the chosen modules of a tree regions, as `Checkpointed` does, without a change of the model's source.
+    """Makes the chosen modules of a tree regions, as `Checkpointed` does, without a change of the
+    model's source.
 
         remat.apply(model, types=Block, every=2)
         remat.apply(model, names="layers.*", policy=remat.save_matmuls())
         remat.apply(model, "every=2,name=layers.*,type=Block")   # from a configuration
 
-    A region is named by its module's path; a `name` gets the path behind it. Doing so again changes the options, and
-    no more. What cannot be a region (a ModuleList, a script module) is in `refused`, with what to do instead.
-    Raises ValueError for a choice without a condition, one that fits nothing, or one that is wrong.
-    Threads: no forward of the tree may run meanwhile.
+    A region is named by its module's path; a `name` gets the path behind it. Doing so again changes
+    the options, and no more. What cannot be a region (a ModuleList, a script module) is in
+    `refused`, with what to do instead. Raises ValueError for a choice without a condition, one that
+    fits nothing, or one that is wrong. Threads: no forward of the tree may run meanwhile.
     """
     verb = "remat.apply"
     which = _choice(verb, choice, types, names, predicate, every)
@@ -167,7 +183,9 @@ def apply(
             applied.refused.append(RefusedModule(path, class_name(module), reason, cure))
             continue
         own = {**options, "name": " ".join(filter(None, (name, path)))}
-        ways[module] = Region(own, training_only=training_only, level=level, buffers=buffers, enabled=True)
+        ways[module] = Region(
+            own, training_only=training_only, level=level, buffers=buffers, enabled=True
+        )
     paths = {module: path for path, module in reversed(chosen)}
     for module, region in ways.items():
         path, type = paths[module], class_name(module)
@@ -217,13 +235,14 @@ def set_checkpointing(model: nn.Module, enabled: bool) -> None:
 def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
     """The same by level: on if `training_level >= level` and `level > 0`.
 
-    Common levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
+    Common levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4
+    stages, 5 encoders.
     """
     for region in regions_below(model):
         region.enabled = 0 < region.level <= training_level
 
 
-# ---- what is called past its region --------------------------------------------------------------------------
+# ---- what is called past its region --------------------------------------------------------------
 
 
 class UnusedRegion(NamedTuple):
@@ -256,21 +275,22 @@ def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
 
 @checked
 def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]:
-    """Finds what should be a region and never was: modules below `model` that are switched on as regions, some of whose
-    parameters are in the graph of `result`, and whose own call was never reached. The results are right then, and all
-    memory is held. That is how a parent ends that calls a module's parts instead of the module, or
-    `Block.forward(block, x)`. Ask it once, after a forward:
+    """Finds what should be a region and never was: modules below `model` that are switched on as
+    regions, some of whose parameters are in the graph of `result`, and whose own call was never
+    reached. The results are right then, and all memory is held. That is how a parent ends that
+    calls a module's parts instead of the module, or `Block.forward(block, x)`. Ask it once, after a
+    forward:
 
         for unused in remat.unused_regions(model, loss):
             print(unused.path, unused.cure)
 
-    "Never" is since the module became a region, or since `reset_unused_regions`: a module that is called both ways is
-    not found. What is switched off, or in eval mode with `training_only`, when this asks is left out. A call under
-    `disable_checkpoint`, or one that "skip_batch_norm" runs plainly, counts as reached; one without grad mode does not.
-    A module without parameters that require grad is never found, and one whose parameters others use, too, may be found
-    though nobody called it.
-    It walks the graph once, before a backward or after it. Threads: no forward of `model` may run meanwhile.
-    Raises ValueError for a `result` without a graph.
+    "Never" is since the module became a region, or since `reset_unused_regions`: a module that is
+    called both ways is not found. What is switched off, or in eval mode with `training_only`, when
+    this asks is left out. A call under `disable_checkpoint`, or one that "skip_batch_norm" runs
+    plainly, counts as reached; one without grad mode does not. A module without parameters that
+    require grad is never found, and one whose parameters others use, too, may be found though
+    nobody called it. It walks the graph once, before a backward or after it. Threads: no forward of
+    `model` may run meanwhile. Raises ValueError for a `result` without a graph.
     """
     if result.grad_fn is None:
         raise ValueError(

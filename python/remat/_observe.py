@@ -1,4 +1,5 @@
-"""Seeing what happens: recorders of what regions do, cost and hold; what a graph saved; bytes of tensors."""
+"""Seeing what happens: recorders of what regions do, cost and hold; what a graph saved; bytes of
+tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _meter_text(self: MemoryMeter) -> str:
 
 
 def _report_text(self: Report) -> str:
-    calls, recomputes = (sum(getattr(each, name) for each in self.regions) for name in ("calls", "recomputes"))
+    calls, recomputes = (
+        sum(getattr(each, name) for each in self.regions) for name in ("calls", "recomputes")
+    )
     numbers = f"{calls:,} calls, {recomputes:,} recomputes"
     return f"<remat.Report: regions of {len(self.regions)} names, {numbers}>"
 
@@ -58,19 +61,21 @@ class Recorder:
 
     In a notebook it shows its page: live bytes over time, regions, the table.
 
-    memory: sample the live bytes of CPU tensors at every event and every allocation, those of an accelerator's devices
-        in use at every event and after every operator.
+    memory: sample the live bytes of CPU tensors at every event and every allocation, those of an
+        accelerator's devices in use at every event and after every operator.
     operators: also record the operators that run, 1 to 3 us each.
     What allocates on an accelerator between operators is recorded under `record_allocations`.
-    max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100 bytes each.
-    device_time: time regions and the copies of offload on an accelerator, by events on the streams that run them. Nothing
-        waits for a device meanwhile; `report` and what draws or writes do.
+    max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100
+    bytes each.
+    device_time: time regions and the copies of offload on an accelerator, by events on the streams
+        that run them. Nothing waits for a device meanwhile; `report` and what draws or writes do.
     Several may record at a time. Threads: any.
     """
 
     @checked
     def __init__(
-        self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20, device_time: bool = True
+        self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20,
+        device_time: bool = True
     ) -> None:
         self._recorder = _remat._Recorder(memory, operators, max_events, device_time)
 
@@ -90,11 +95,13 @@ class Recorder:
         return report
 
     def event_log(self) -> str:
-        """One line an event, without times: what happened in which order. Regions are numbered from 1."""
+        """One line an event, without times: what happened in which order. Regions are numbered from
+        1."""
         return str(self._recorder.event_log())
 
     def page(self) -> Page:
-        """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
+        """One HTML page without scripts or other files: live bytes over time, the regions, the
+        table."""
         return Page(in_python_words(self._recorder.page()))
 
     @checked
@@ -110,7 +117,8 @@ class Recorder:
 
     @checked
     def write_chrome_trace(self, path: Path) -> None:
-        """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads."""
+        """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their
+        threads."""
         self._recorder.write_chrome_trace(os.fspath(path))
 
     def _repr_html_(self) -> str:
@@ -119,11 +127,12 @@ class Recorder:
 
 @checked
 def free_bytes(device: Union[torch.device, str, int, None] = None) -> int:
-    """[bytes] that tensors on `device` could take now: what the device has free once its allocator has given back what it
-    caches (which waits for the device); on the CPU what the smallest `memory_limit` leaves.
+    """[bytes] that tensors on `device` could take now: what the device has free once its allocator
+    has given back what it caches (which waits for the device); on the CPU what the smallest
+    `memory_limit` leaves.
 
-    Raises CheckpointError (UNSUPPORTED) if the device does not say, and on the CPU without a limit: its memory is every
-    program's. Threads: any.
+    Raises CheckpointError (UNSUPPORTED) if the device does not say, and on the CPU without a limit:
+    its memory is every program's. Threads: any.
     """
     return int(_remat._free_bytes(device))
 
@@ -137,7 +146,8 @@ class SavedTensor(NamedTuple):
     """Of what was dropped: the region's name."""
     shape: torch.Size
     dtype: Optional[torch.dtype]
-    """None for a tensor that hooks of the program packed, and for a node that cannot say what it saved."""
+    """None for a tensor that hooks of the program packed, and for a node that cannot say what it
+    saved."""
     bytes: int
     """[bytes] of its storage, or of the tensor that was dropped."""
     shares_storage: bool
@@ -150,7 +160,8 @@ class SavedTensor(NamedTuple):
 def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     """What the graph below `root` saved, in the order in which backward would read it.
 
-    Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over the same graph.
+    Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over
+    the same graph.
     """
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
 

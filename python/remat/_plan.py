@@ -1,4 +1,5 @@
-"""Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte budget."""
+"""Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte
+budget."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class InfeasibleBudget(ValueError):
 
 add_kind("Plan", of_class(Plan, "a remat.Plan"))
 add_kind(
-    "Iterable[Stage]", Kind(lambda value: hasattr(value, "__iter__"), "a list of functions, or a torch.nn.Sequential")
+    "Iterable[Stage]",
+    Kind(lambda value: hasattr(value, "__iter__"), "a list of functions, or a torch.nn.Sequential"),
 )
 
 
@@ -69,29 +71,34 @@ class Frontier:
 
     @checked
     def plan(self, budget_bytes: Bytes) -> Plan:
-        """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the equally fast ones
-        one of the smallest peak. Raises InfeasibleBudget below the first point."""
+        """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the
+        equally fast ones one of the smallest peak. Raises InfeasibleBudget below the first
+        point."""
         plan: Plan = self._native.plan(budget_bytes)
         return plan
 
 
 @checked
 def solve(
-    cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
+    cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0,
+    eps: float = 0.0
 ) -> Frontier:
-    """The exact frontier of time and memory over all plans, for every budget at once. With a cost that has `moving`, what
-    stages and regions outside of other regions save may wait elsewhere.
+    """The exact frontier of time and memory over all plans, for every budget at once. With a cost
+    that has `moving`, what stages and regions outside of other regions save may wait elsewhere.
 
-    max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid once a region.
+    max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid
+    once a region.
     eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
-    Cubic in the number of different stages times the number of points; chains of equal stages are much cheaper.
-    Raises ValueError for costs or options out of range.
+    Cubic in the number of different stages times the number of points; chains of equal stages are
+    much cheaper. Raises ValueError for costs or options out of range.
     """
     return Frontier(_remat._solve(cost._read(), max_depth, early_stop, frame_cost_s, eps))
 
 
 @checked
-def simulate(cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0) -> Simulation:
+def simulate(
+    cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0
+) -> Simulation:
     """What a plan costs, event by event, without the solver's recurrence."""
     return Simulation(*_remat._simulate(cost._read(), plan, early_stop, frame_cost_s))
 
@@ -105,12 +112,13 @@ def stages_of(user: str, stages: Iterable[Stage]) -> list[Stage]:
     return functions
 
 
-# ---- plans by rule ------------------------------------------------------------------------------------------
+# ---- plans by rule -------------------------------------------------------------------------------
 
 
 @checked
 def revolve_plan(stages: int, snapshots: int) -> Plan:
-    """The least stage calls for equal stages with `snapshots` states stored, the input among them."""
+    """The least stage calls for equal stages with `snapshots` states stored, the input among
+    them."""
     return _remat._plan_by("revolve", stages, snapshots)
 
 
@@ -122,7 +130,8 @@ def mixed_plan(stages: int, units: int) -> Plan:
 
 @checked
 def balanced_plan(stages: int, segments: int) -> Plan:
-    """Segments whose lengths differ by at most one, longer ones first; all but the last are regions."""
+    """Segments whose lengths differ by at most one, longer ones first; all but the last are
+    regions."""
     return _remat._plan_by("balanced", stages, segments)
 
 
@@ -138,7 +147,7 @@ def halving_plan(stages: int) -> Plan:
     return _remat._plan_by("halving", stages, 0)
 
 
-# ---- measuring ----------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 class _Progress:
@@ -153,7 +162,9 @@ class _Progress:
             from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             return
-        self._bar = tqdm(total=num_stages, desc="remat.measure", unit="stage", delay=1.0, leave=False)
+        self._bar = tqdm(
+            total=num_stages, desc="remat.measure", unit="stage", delay=1.0, leave=False
+        )
 
     @property
     def is_there(self) -> bool:
@@ -180,27 +191,32 @@ def measure(
     moving: Optional[MoveOptions] = None,
     progress: bool = True,
 ) -> ChainCost:
-    """Runs each stage forward and backward on what the one before made of `sample`, and says what it cost.
+    """Runs each stage forward and backward on what the one before made of `sample`, and says what
+    it cost.
 
-    stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the loss.
+    stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the
+    loss.
     warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
     device: whose bytes and time count, what is elsewhere counts nothing; None: the sample's.
     early_stop: of the regions in which a stage is measured.
-    moving: what stages save, and their outputs, are tried to move so; None: plans will not move anything.
+    moving: what stages save, and their outputs, are tried to move so; None: plans will not move
+    anything.
     progress: a bar where it takes more than a second and tqdm is installed.
 
-    Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
-    the calling thread; on an accelerator those between events on the current stream, each run alone and waited for.
-    Parameters have gradients throughout, as in training that sets them to
-    zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
-    Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
+    Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the
+    CPU are those of the calling thread; on an accelerator those between events on the current
+    stream, each run alone and waited for. Parameters have gradients throughout, as in training that
+    sets them to
+    zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top. Hooks
+    of parameters do not run: no optimizer steps. In a region the stages run as if it were not
     there. Afterwards parameters have the `.grad` and the hooks they had, modules their attributes
     and buffers, the generators of the CPU, of the device and of modules their states. The modules
     are those that a stage is, or that it uses by a closure or a global name; other objects keep
     what stages do to them, and so does a parameter that a stage writes to. While stages run,
-    buffers and other tensors of modules are copies, which takes as much memory again.
-    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and for a
-    `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
+    buffers and other tensors of modules are copies, which takes as much memory again. Raises what a
+    stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and
+    for a `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a
+    device whose allocator does not tell its bytes.
     """
     functions = stages_of("remat.measure", stages)
     bar = _Progress(len(functions), progress)
@@ -218,7 +234,9 @@ def measure(
 
         with state_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            cost = ChainCost._of(_remat._measure(counted, sample, warmup, repeats, device, early_stop, moving))
+            cost = ChainCost._of(
+                _remat._measure(counted, sample, warmup, repeats, device, early_stop, moving)
+            )
     finally:
         bar.close()
     return cost
@@ -228,19 +246,19 @@ def measure(
 def free_budget(
     cost: ChainCost, device: Union[torch.device, str, int, None] = None, *, margin: float = 0.05
 ) -> int:
-    """The budget [bytes] for a plan of `cost` in what `device` has free now: `free_bytes`, less a share of it for pieces
-    that fit nothing, and less the rounding that was measured.
+    """The budget [bytes] for a plan of `cost` in what `device` has free now: `free_bytes`, less a
+    share of it for pieces that fit nothing, and less the rounding that was measured.
 
         cost = remat.measure(stages, x)
         plan = remat.solve(cost).plan(remat.free_budget(cost, x.device))
 
-    What the chain's input, parameters and gradients take is to be there already. margin: the share, in [0, 1).
-    Raises as `free_bytes`; ValueError for a margin out of range.
+    What the chain's input, parameters and gradients take is to be there already. margin: the share,
+    in [0, 1). Raises as `free_bytes`; ValueError for a margin out of range.
     """
     return int(_remat._free_budget(cost._read(), device, margin))
 
 
-# ---- running ------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 @checked
@@ -252,17 +270,20 @@ def run(
     moving: Optional[MoveOptions] = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs the stages on `input` with nested regions as the plan says, all with the options of `checkpoint`.
+    """Runs the stages on `input` with nested regions as the plan says, all with the options of
+    `checkpoint`.
 
-    moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in memory, with a warning.
-    The stages that a region runs are added to its name. Stages that are modules have their buffers and training
-    flags restored in recomputes. Memory: at most what `simulate` says for measured costs, with the loss and its gradient,
-    which the caller of `backward()` holds to its end.
-    Raises ValueError if plan and stages have different numbers, and for a plan that moves
-    if `moving` has no directory and the input is on the CPU, or no file can be made there; else as `checkpoint`.
+    moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in
+    memory, with a warning. The stages that a region runs are added to its name. Stages that are
+    modules have their buffers and training flags restored in recomputes. Memory: at most what
+    `simulate` says for measured costs, with the loss and its gradient, which the caller of
+    `backward()` holds to its end. Raises ValueError if plan and stages have different numbers, and
+    for a plan that moves if `moving` has no directory and the input is on the CPU, or no file can
+    be made there; else as `checkpoint`.
     """
     result: torch.Tensor = _remat._run(
-        plan, stages_of("remat.run", stages), input, _remat._Options(options), moving or MoveOptions()
+        plan, stages_of("remat.run", stages), input, _remat._Options(options),
+        moving or MoveOptions()
     )
     return result
 
@@ -279,9 +300,10 @@ def checkpoint_sequential(
 ) -> torch.Tensor:
     """Runs the stages one after the other in so many segments, each but the last as one region.
 
-    split: "torch": equal segments, the last takes the rest; "balanced": lengths that differ by at most one.
-    checkpoint_last: the last segment is a region, too.
-    input_mode is "copy_on_write" unless it is said, so that a segment may begin with an in-place activation.
+    split: "torch": equal segments, the last takes the rest; "balanced": lengths that differ by at
+    most one.
+    checkpoint_last: the last segment is a region, too. input_mode is "copy_on_write" unless it is
+    said, so that a segment may begin with an in-place activation.
     """
     functions = stages_of("remat.checkpoint_sequential", stages)
     plans = {"torch": torch_sequential_plan, "balanced": balanced_plan}

@@ -18,7 +18,8 @@ Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
 
 def name_of(operator: Operator) -> str:
-    """The library's name of an operator: "aten::mm" means every overload, "aten::mm.default" the unnamed one."""
+    """The library's name of an operator: "aten::mm" means every overload, "aten::mm.default" the
+    unnamed one."""
     if isinstance(operator, str):
         return operator
     if isinstance(operator, torch._ops.OpOverload):
@@ -49,7 +50,8 @@ class Policy(_remat._Policy):
         prefetch_depth: int = _PREFETCH_DEPTH,
         max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
     ) -> None:
-        """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
+        """A policy that asks `function`, which is called with a PolicyContext and returns a
+        CheckpointPolicy or a bool.
 
         ask_after: it is asked when the operator has run, and sees `results`. Not with `ask_again`.
         The other options are those of `save_ops` and, if it moves results to the CPU, of
@@ -96,12 +98,14 @@ class Policy(_remat._Policy):
 
 
 _DEFAULTS: dict[str, Any] = {
-    each.name: each.default for each in inspect.signature(Policy.__init__).parameters.values() if each.default is not each.empty
+    each.name: each.default for each in inspect.signature(Policy.__init__).parameters.values()
+    if each.default is not each.empty
 }
 add_kind("Policy", of_class(Policy, "a remat.Policy"))
 
 
-def _make_again(make: Callable[..., Policy], args: tuple[Any, ...], keywords: dict[str, Any]) -> Policy:
+def _make_again(make: Callable[..., Policy], args: tuple[Any, ...],
+                keywords: dict[str, Any]) -> Policy:
     return make(*args, **keywords)
 
 
@@ -110,7 +114,8 @@ def _either(one: Policy, other: Policy) -> Policy:
 
 
 def _of(make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> Policy:
-    """The library's policy with the name of `make`, whose arguments these are: what is listed, and options."""
+    """The library's policy with the name of `make`, whose arguments these are: what is listed, and
+    options."""
     policy = Policy.__new__(Policy)
     policy._set(make, given, *args)
     return policy
@@ -193,11 +198,14 @@ def _of_items(items: tuple[tuple[str, Answer], ...]) -> Policy:
 
 @checked
 def save_matmuls(
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False
 ) -> Policy:
-    """Keeps the results of matrix products, convolutions and scaled dot product attention; options as of `save_ops`.
+    """Keeps the results of matrix products, convolutions and scaled dot product attention; options
+    as of `save_ops`.
 
-    A convolution whose activation writes to its result (`ReLU(inplace=True)` with no norm between) needs
+    A convolution whose activation writes to its result (`ReLU(inplace=True)` with no norm between)
+    needs
     `allow_cache_entry_mutation`: it runs again then.
     """
     return _of(save_matmuls, locals())
@@ -206,16 +214,18 @@ def save_matmuls(
 @checked
 def save_ops(
     ops: Iterable[Operator],
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
 ) -> Policy:
-    """Keeps the results of these operators: `save_ops(["aten::mm"])`, `save_ops([torch.ops.aten.mm.default])`.
+    """Keeps the results of these operators: `save_ops(["aten::mm"])`,
+    `save_ops([torch.ops.aten.mm.default])`.
 
-    allow_cache_entry_mutation: a kept result may be changed in place later; its operator then runs again. Otherwise
-    backward raises a CheckpointError.
-    save_through_hooks: kept results pass the saved-tensor hooks around the region, as its inputs do.
-    ask_again: the recompute asks, too.
-    Memory: what is kept lives as long as the region's graph. Raises ValueError for a name that no loaded
-    library has registered.
+    allow_cache_entry_mutation: a kept result may be changed in place later; its operator then runs
+    again. Otherwise backward raises a CheckpointError.
+    save_through_hooks: kept results pass the saved-tensor hooks around the region, as its inputs
+    do.
+    ask_again: the recompute asks, too. Memory: what is kept lives as long as the region's graph.
+    Raises ValueError for a name that no loaded library has registered.
     """
     return _of(save_ops, locals(), list(map(name_of, ops)))
 
@@ -223,17 +233,20 @@ def save_ops(
 @checked
 def offload_ops(
     ops: Iterable[Operator],
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
     min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
-    """The same; the results wait on the CPU, copied there beside the device's work, and back ahead of it.
+    """The same; the results wait on the CPU, copied there beside the device's work, and back ahead
+    of it.
 
     min_offload_bytes: smaller results stay where they are [bytes].
     prefetch_depth: how many copies back are begun ahead of the one that a recompute reads.
-    max_bytes_in_flight: of originals whose copies are not done [bytes]; beyond that the program waits.
-    keep_last: so many of the results that backward asks for first, over all regions, stay on the device. Others move when
-    they are not among these any more, and the program does not hold them.
+    max_bytes_in_flight: of originals whose copies are not done [bytes]; beyond that the program
+    waits.
+    keep_last: so many of the results that backward asks for first, over all regions, stay on the
+    device. Others move when they are not among these any more, and the program does not hold them.
     Raises ValueError for a negative number, too.
     """
     return _of(offload_ops, locals(), list(map(name_of, ops)))
@@ -242,7 +255,8 @@ def offload_ops(
 @checked
 def save_names(
     names: Iterable[str],
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
 ) -> Policy:
     """Keeps the values that `checkpoint_name` gave one of these names; options as of `save_ops`."""
     return _of(save_names, locals(), list(names))
@@ -251,7 +265,8 @@ def save_names(
 @checked
 def save_all_but_names(
     names: Iterable[str],
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
 ) -> Policy:
     """Keeps every value with a name but these; options as of `save_ops`."""
     return _of(save_all_but_names, locals(), list(names))
@@ -260,7 +275,8 @@ def save_all_but_names(
 @checked
 def offload_names(
     names: Iterable[str],
-    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
     min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:

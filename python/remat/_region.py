@@ -30,19 +30,21 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class ValueComparison:
-    """How `determinism_check="values"` compares elements: `checkpoint(..., value_comparison=ValueComparison(...))`.
+    """How `determinism_check="values"` compares elements:
+    `checkpoint(..., value_comparison=ValueComparison(...))`.
 
-    By itself all bits must be equal, by a 64-bit hash that is kept of each tensor: a NaN equals one of the same bits,
-    and 0 does not equal -0. Elements of floating point are equal, too, if |recomputed - forward| <= absolute_tolerance +
-    relative_tolerance * |forward|; an infinity equals itself only. With a tolerance the elements that are compared are
-    kept instead of a hash. Raises ValueError for what is negative or NaN, TypeError for what is no number.
+    By itself all bits must be equal, by a 64-bit hash that is kept of each tensor: a NaN equals one
+    of the same bits, and 0 does not equal -0. Elements of floating point are equal, too, if
+    |recomputed - forward| <= absolute_tolerance + relative_tolerance * |forward|; an infinity
+    equals itself only. With a tolerance the elements that are compared are kept instead of a hash.
+    Raises ValueError for what is negative or NaN, TypeError for what is no number.
     """
 
     absolute_tolerance: float = 0.0
     relative_tolerance: float = 0.0
     max_elements: int = 0
-    """So many elements of each tensor are compared at most, spread evenly over it; 0: all. What differs elsewhere is not
-    found."""
+    """So many elements of each tensor are compared at most, spread evenly over it; 0: all. What
+    differs elsewhere is not found."""
     nan: Literal["bits", "any"] = "bits"
     """Which NaN are equal: those of the same bits, or all."""
 
@@ -92,7 +94,8 @@ def refuse_function(user: str, function: Any) -> None:
 
 
 def unbound(function: Any, error: TypeError) -> TypeError:
-    """The error for a function that was called with no arguments and needs some: by `@remat.checkpoint` perhaps."""
+    """The error for a function that was called with no arguments and needs some: by
+    `@remat.checkpoint` perhaps."""
     try:
         inspect.signature(function).bind()
         return error  # it came from inside

@@ -1,5 +1,5 @@
-"""The class that a module gets when it becomes a region: derived from its own, with the same name, whose `forward` is a
-region."""
+"""The class that a module gets when it becomes a region: derived from its own, with the same name,
+whose `forward` is a region."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Region:
     """What a module that is a region has beyond what it is. Immutable but for the switch."""
 
     def __init__(
-        self, options: dict[str, Any], *, training_only: bool, level: int, buffers: str, enabled: bool
+        self, options: dict[str, Any], *, training_only: bool, level: int, buffers: str,
+        enabled: bool
     ) -> None:
         if buffers not in _BUFFERS:
             known = ", ".join(map(repr, _BUFFERS))
@@ -47,7 +48,9 @@ class Region:
         self.enabled = enabled
         self.plan: Any = None  # of a Sequential: see _fit.py
         self.was_called = False  # with grad mode on; what unused_regions asks
-        self.native = _remat._Options({**options, "buffers": "ignore" if buffers == "ignore" else "restore"})
+        self.native = _remat._Options(
+            {**options, "buffers": "ignore" if buffers == "ignore" else "restore"}
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copy = Region.__new__(Region)
@@ -56,7 +59,11 @@ class Region:
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("native", "was_called")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("native", "was_called")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plan = state.pop("plan")
@@ -105,8 +112,9 @@ def _skips(module: nn.Module) -> bool:
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"remat: activation checkpointing is skipped for a module that contains batch norm ({name}), as "
-            'buffers="skip_batch_norm" asks. buffers="restore" checkpoints it and keeps its running statistics right.',
+            "remat: activation checkpointing is skipped for a module that contains batch norm "
+            f'({name}), as buffers="skip_batch_norm" asks. buffers="restore" checkpoints it and '
+            "keeps its running statistics right.",
             stacklevel=4,
         )
     return True
@@ -133,7 +141,9 @@ def _unnoticed(plain: Any) -> Iterator[None]:
 
     def heard(cls: Any, /, **keywords: Any) -> None:
         if threading.get_ident() != owner:
-            (super(plain, cls).__init_subclass__ if own is None else own.__get__(None, cls))(**keywords)
+            (super(plain, cls).__init_subclass__ if own is None else own.__get__(None, cls))(
+                **keywords
+            )
 
     type.__setattr__(plain, "__init_subclass__", classmethod(heard))
     try:
@@ -174,7 +184,8 @@ def _make_class(plain: Any) -> Any:
         "_remat_plain_class": plain,
         "forward": forward,
     }
-    maker = abc.ABCMeta if issubclass(type(plain), abc.ABCMeta) else type  # past the metaclass's own code, too
+    # past the metaclass's own code, too
+    maker = abc.ABCMeta if issubclass(type(plain), abc.ABCMeta) else type
     with _unnoticed(plain):
         found: Any = maker.__new__(type(plain), plain.__name__, (plain,), body)
     return found
@@ -185,11 +196,14 @@ def _without_self(function: Callable[..., Any], self: Any, /, *args: Any, **kwar
 
 
 def _reduced(plain: type[nn.Module], reduced: Any) -> Any:
-    """What `pickle` and `copy` make the module of: by the plain class, which has the name that is written."""
+    """What `pickle` and `copy` make the module of: by the plain class, which has the name that is
+    written."""
     if isinstance(reduced, str):
         return reduced
     function, args, *rest = reduced
-    args = tuple(plain if getattr(each, "_remat_plain_class", None) is plain else each for each in args)
+    args = tuple(
+        plain if getattr(each, "_remat_plain_class", None) is plain else each for each in args
+    )
     return (_rebuilt, (function, args), *rest)
 
 
@@ -205,11 +219,15 @@ def reason_against(module: nn.Module) -> Optional[tuple[str, str]]:
     from torch.nn.modules.lazy import LazyModuleMixin
 
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is a script module, whose class cannot change", "call remat.checkpoint(module, ...)"
+        return (
+            "it is a script module, whose class cannot change", "call remat.checkpoint(module, ...)"
+        )
     if plain_class(module).forward is nn.Module.forward:
         return "it has no forward, so it cannot be a region", "choose its children: name=PATH.*"
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return "it is a lazy module, which changes its class in its first call", "call it once before"
+        return (
+            "it is a lazy module, which changes its class in its first call", "call it once before"
+        )
     if "forward" in module.__dict__:
         return (
             "the object has its own forward, which replaces that of its class",
@@ -220,17 +238,25 @@ def reason_against(module: nn.Module) -> Optional[tuple[str, str]]:
 
 
 def _has_class_of_parametrize(module: nn.Module) -> bool:
-    """Whether its class is one that torch.nn.utils.parametrize made for it: with a property for each tensor."""
+    """Whether its class is one that torch.nn.utils.parametrize made for it: with a property for
+    each tensor."""
     own = vars(type(module))
     return is_parametrized(module) and any(
-        isinstance(own.get(name), property) for name in module.parametrizations  # type: ignore[union-attr]
+        isinstance(own.get(name), property)
+        for name in module.parametrizations  # type: ignore[union-attr]
     )
 
 
 def _derived_anew(derived: type[Any], base: type[Any]) -> type[Any]:
     """A class like `derived`, from another base."""
-    body = {name: value for name, value in vars(derived).items() if name not in ("__dict__", "__weakref__")}
-    made: type[Any] = python_types.new_class(derived.__name__, (base,), {}, lambda namespace: namespace.update(body))
+    body = {
+        name: value
+        for name, value in vars(derived).items()
+        if name not in ("__dict__", "__weakref__")
+    }
+    made: type[Any] = python_types.new_class(
+        derived.__name__, (base,), {}, lambda namespace: namespace.update(body)
+    )
     return made
 
 
@@ -238,21 +264,27 @@ def switch_on(module: nn.Module, region: Region) -> None:
     if not hasattr(type(module), "_remat_plain_class"):
         plain = type(module)
         try:
-            if _has_class_of_parametrize(module):  # which parametrize changes, and takes away by its first base
+            # which parametrize changes, and takes away by its first base
+            if _has_class_of_parametrize(module):
                 found = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
             else:
                 found = _class_of_regions(plain)
             object.__setattr__(module, "__class__", found)
         except (TypeError, AttributeError) as error:
-            raise TypeError(f"remat: a {class_name(module)} cannot be a region from outside: {error}") from error
+            raise TypeError(
+                f"remat: a {class_name(module)} cannot be a region from outside: {error}"
+            ) from error
     module.__dict__[_KEY] = region
 
 
 def switch_off(module: nn.Module) -> bool:
     region = region_of(module)
-    if "_remat_plain_class" in vars(type(module)):  # else another class was derived from ours: FSDP2 does
+    # else another class was derived from ours: FSDP2 does
+    if "_remat_plain_class" in vars(type(module)):
         object.__setattr__(module, "__class__", plain_class(module))
-    elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(type(module).__bases__[0]):
+    elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(
+        type(module).__bases__[0]
+    ):
         object.__setattr__(module, "__class__", _derived_anew(type(module), plain_class(module)))
     module.__dict__.pop(_KEY, None)
     return region is not None and region.enabled

@@ -30,7 +30,8 @@ def _count(reason: str) -> None:
 asks_functions = threading.Event()
 """Set: policy functions that do not look at results run as native policies."""
 
-# The policy function that upstream makes of a list is known by its code; the list is in its closure.
+# The policy function that upstream makes of a list is known by its code; the list is in its
+# closure.
 _code_of_lists = next(
     constant
     for constant in _create_contexts.__code__.co_consts
@@ -52,7 +53,8 @@ def _added_ignored() -> Any:
 
 
 def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
-    """The native policy that keeps these operators; None where it would not do the same as upstream's modes."""
+    """The native policy that keeps these operators; None where it would not do the same as
+    upstream's modes."""
     if type(ops) is not list:
         return None
     added = _added_ignored()
@@ -70,16 +72,17 @@ def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
     return policy
 
 
-# Note [Policy functions]
-# Upstream asks a policy function when the operator has run, and shows it what came out (`op_output`); the library
-# asks before, so that what is let go of need not be held. A function that could look at the result therefore runs in
-# upstream's modes. Which can is read off its code: one of Python's, in which the context is used for nothing but
-# `is_recompute`, and never handed on. All else that it is given is the same: the operator, and its arguments as
-# torch hands them to a dispatch mode. What it is not asked about are operators that only pass a value on (`alias`,
-# `lift_fresh`, beside `detach`), casts of leaves that autocast caches, as those are made once a scope, and operators
-# of regions inside, which have policies of their own. All that decides what is kept, and no gradient.
-# Nor is it asked about operators of higher order, which upstream's modes may keep the results of. Of those a program
-# runs `flex_attention` without a compiler around it, so where that was imported functions run in upstream's modes.
+# Note [Policy functions] Upstream asks a policy function when the operator has run, and shows it
+# what came out (`op_output`); the library asks before, so that what is let go of need not be held.
+# A function that could look at the result therefore runs in upstream's modes. Which can is read off
+# its code: one of Python's, in which the context is used for nothing but `is_recompute`, and never
+# handed on. All else that it is given is the same: the operator, and its arguments as torch hands
+# them to a dispatch mode. What it is not asked about are operators that only pass a value on
+# (`alias`, `lift_fresh`, beside `detach`), casts of leaves that autocast caches, as those are made
+# once a scope, and operators of regions inside, which have policies of their own. All that decides
+# what is kept, and no gradient. Nor is it asked about operators of higher order, which upstream's
+# modes may keep the results of. Of those a program runs `flex_attention` without a compiler around
+# it, so where that was imported functions run in upstream's modes.
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"))
@@ -87,13 +90,16 @@ _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "curr
 
 @functools.lru_cache(maxsize=1000)
 def _looks_at_results(code: types.CodeType, position: int) -> bool:
-    """Whether a function may use its argument at `position`, a context of upstream's, for more than `is_recompute`."""
+    """Whether a function may use its argument at `position`, a context of upstream's, for more than
+    `is_recompute`."""
     if position >= code.co_argcount or code.co_flags & _SUSPENDS:
         return True
     name = code.co_varnames[position]
     if name in code.co_cellvars or not _FRAMES.isdisjoint(code.co_names):
         return True
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
+    instructions = [
+        each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")
+    ]
     for this, following in zip(instructions, instructions[1:]):
         names = this.argval if isinstance(this.argval, tuple) else (this.argval,)
         if name not in names or "FAST" not in this.opname:
@@ -118,12 +124,15 @@ def _may_be_asked_before(function: Any) -> bool:
             function = function.__func__
         else:
             break
-    return type(function) is types.FunctionType and not _looks_at_results(function.__code__, position)
+    return type(function) is types.FunctionType and not _looks_at_results(
+        function.__code__, position
+    )
 
 
 class _Asking:
-    """A policy function of upstream's as the library asks it; and the context around forward, after which nobody asks
-    any more: a graph shall not keep the function, which may keep tensors of the graph."""
+    """A policy function of upstream's as the library asks it; and the context around forward, after
+    which nobody asks any more: a graph shall not keep the function, which may keep tensors of the
+    graph."""
 
     __slots__ = ("function",)
 
@@ -138,7 +147,11 @@ class _Asking:
         args, kwargs = question._call_of()
         context = upstream.SelectiveCheckpointContext(is_recompute=False)
         answer = self.function(context, question.op, *args, **kwargs)
-        return answer if isinstance(answer, (bool, CheckpointPolicy)) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            answer
+            if isinstance(answer, (bool, CheckpointPolicy))
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def __enter__(self) -> _Asking:
         return self
@@ -173,7 +186,9 @@ def _source_of(forward: Any, recompute: Any) -> Any:
     function = forward.policy_fn
     if getattr(function, "__code__", None) is not _code_of_lists:
         return function
-    return function.__closure__[function.__code__.co_freevars.index("policy_fn_or_list")].cell_contents
+    return function.__closure__[
+        function.__code__.co_freevars.index("policy_fn_or_list")
+    ].cell_contents
 
 
 def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:

@@ -1,4 +1,5 @@
-"""Programs for tests of remat.budget: each makes a net and returns a step, whose results must equal plain torch's."""
+"""Programs for tests of remat.budget: each makes a net and returns a step, whose results must equal
+plain torch's."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from remat import _errors, _extension
 
 
 def leaf(*sizes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*(sizes or (4, 4)), generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        *(sizes or (4, 4)), generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -47,7 +49,8 @@ class Table(torch.nn.Module):
 gc.collect()
 gc.freeze()
 
-# `./dev test` sets it: tests that take long run a part of their cases; `./dev test --all` runs all of them.
+# `./dev test` sets it: tests that take long run a part of their cases; `./dev test --all` runs all
+# of them.
 IS_SAMPLE = os.environ.get("REMAT_TEST_SAMPLE") == "1"
 whole = unittest.skipIf(IS_SAMPLE, "runs with ./dev test --all")
 
@@ -75,8 +78,11 @@ def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.Com
     return run_python("-c", text, *arguments, timeout=timeout)
 
 
-# What a C++ program would write, and nobody who uses the package. Operators have names of their own.
-FOREIGN = re.compile(r"remat::|\b(?:at|c10)::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b")
+# What a C++ program would write, and nobody who uses the package. Operators have names of their
+# own.
+FOREIGN = re.compile(
+    r"remat::|\b(?:at|c10)::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b"
+)
 foreign_texts: list[str] = []
 
 
@@ -92,7 +98,8 @@ _extension._remat._set_names(make_error=_checked_error)
 
 
 class Case(unittest.TestCase):
-    """Fails a test that leaves a region, a hook or an installation behind, or sees an error in another language's words."""
+    """Fails a test that leaves a region, a hook or an installation behind, or sees an error in
+    another language's words."""
 
     def setUp(self) -> None:
         torch.manual_seed(0)
@@ -108,7 +115,8 @@ class Case(unittest.TestCase):
             left.append("a region is open")
         if remat.is_installed():
             left.append("the drop-in is installed")
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch before 2.9 does not tell
+        # torch before 2.9 does not tell
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is not None and top(False) is not None:
             left.append("hooks")
         if torch._C._len_torch_dispatch_stack():

@@ -3,10 +3,11 @@
 
     python/tests/exits.py [--runs N] [CASE...]
 
-Each case runs plainly, with torch's checkpoint, with that under the drop-in, and with remat's own, all four at a time:
-a process that has imported everything forks N times, and each fork runs the case and ends as a program ends. Where plain
-torch ends well, remat must. Prints a table of exit codes other than 0; the exit status says whether remat has some in a
-case where plain torch has none.
+Each case runs plainly, with torch's checkpoint, with that under the drop-in, and with remat's own,
+all four at a time: a process that has imported everything forks N times, and each fork runs the
+case and ends as a program ends. Where plain torch ends well, remat must. Prints a table of exit
+codes other than 0; the exit status says whether remat has some in a case where plain torch has
+none.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ CASES = {
             provider = Provider()
             provider.sleeps, asleep, chooses, saved = sleeper(), sleeper(), sleeper(), sleeper()
             prints, stage = sleeper(), sleeper()
-            place = type("Place", (), {"store": lambda self, flat: asleep(), "load": lambda self, all: all})()
+            place = type("Place", (),
+                         {"store": lambda self, flat: asleep(), "load": lambda self, all: all})()
             def with_provider():
                 with remat.state_provider(provider):
                     call(f, x, 1)
@@ -275,7 +277,8 @@ def fork_many(case: str, side: str, runs: int) -> str:
         names["SLOW"] = torch.jit.CompilationUnit(source).slow
     ends: collections.Counter[int] = collections.Counter()
     gc.collect()
-    gc.freeze()  # what was imported is no affair of a fork's last collection, which takes most of its time
+    # what was imported is no affair of a fork's last collection, which takes most of its time
+    gc.freeze()
     for _ in range(runs):
         child = os.fork()
         if child == 0:
@@ -295,7 +298,9 @@ def compare(cases: list[str], runs: int) -> int:
         command = [sys.executable, "-W", "ignore", __file__, "--runs", str(runs), case, "--side"]
         # At one time: how busy the machine is decides where a thread is met.
         running = {
-            side: subprocess.Popen([*command, side], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            side: subprocess.Popen(
+                [*command, side], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
             for side in SIDES
         }
         bad = {}
@@ -304,10 +309,15 @@ def compare(cases: list[str], runs: int) -> int:
             lines = output.strip().splitlines()
             if not lines:
                 sys.exit(f"{case}, {side}: {errors[-2000:]}")
-            bad[side] = {code: count for code, count in json.loads(lines[-1]).items() if code != "0"}
+            bad[side] = {
+                code: count for code, count in json.loads(lines[-1]).items() if code != "0"
+            }
             for line in sorted(set(errors.splitlines())) if bad[side] else ():
                 print(f"  {side}: {line[:150]}", file=sys.stderr)
-        said = [" ".join(f"{code}: {count}" for code, count in bad[side].items()) or "-" for side in SIDES]
+        said = [
+            " ".join(f"{code}: {count}" for code, count in bad[side].items()) or "-"
+            for side in SIDES
+        ]
         print(f"{case:46} " + " ".join(f"{each:>16}" for each in said), flush=True)
         worse += bool((bad["drop-in"] or bad["own"]) and not bad["plain"])
     return worse
@@ -316,7 +326,9 @@ def compare(cases: list[str], runs: int) -> int:
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
 parser.add_argument("--runs", type=int, default=300)
 parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}; all if none is named")
+parser.add_argument(
+    "cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}; all if none is named"
+)
 options = parser.parse_args()
 if set(options.cases) - set(CASES):
     parser.error(f"unknown: {', '.join(set(options.cases) - set(CASES))}")

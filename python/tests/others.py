@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Runs what other users of torch.utils.checkpoint have, plainly, with upstream's code and with remat, and compares.
+"""Runs what other users of torch.utils.checkpoint have, plainly, with upstream's code and with
+remat, and compares.
 
     python/tests/others.py [--fairscale FOLDER] [--monai]
 
---fairscale: FOLDER is a source tree of fairscale with its `tests/`. Those of its checkpoint wrapper run with the
-    wrapper put on `torch.utils.checkpoint` (use_reentrant=False) without and with remat, and on `remat.checkpoint`.
-    A test that ends otherwise with remat installed than without is named, and makes the exit status 1.
---monai: networks of the installed package monai that have a switch for checkpoints: two steps with it off and on,
-    the latter with upstream's code and with remat. Losses and gradients must be equal, bit by bit.
+--fairscale: FOLDER is a source tree of fairscale with its `tests/`. Those of its checkpoint wrapper
+    run with the wrapper put on `torch.utils.checkpoint` (use_reentrant=False) without and with
+    remat, and on `remat.checkpoint`. A test that ends otherwise with remat installed than without
+    is named, and makes the exit status 1.
+--monai: networks of the installed package monai that have a switch for checkpoints: two steps with
+    it off and on, the latter with upstream's code and with remat. Losses and gradients must be
+    equal, bit by bit.
 
 Nothing of theirs is part of this tree.
 """
@@ -40,7 +43,8 @@ def forward(original, weak_module, offload_to_cpu, *args, **kwargs):
     if not torch.is_grad_enabled() or wrapper.thread_local.is_checkpointing_disabled:
         return original(module, *args, **kwargs)
     if way == "own":
-        return remat.checkpoint(original, module, *args, modules=[module], offload_inputs=offload_to_cpu, **kwargs)
+        return remat.checkpoint(original, module, *args, modules=[module],
+                                offload_inputs=offload_to_cpu, **kwargs)
     return upstream.checkpoint(original, module, *args, use_reentrant=False, **kwargs)
 
 wrapper._checkpointed_forward = forward
@@ -58,13 +62,22 @@ def run_fairscale(folder: Path, way: str) -> tuple[dict[str, str], int, str]:
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         arguments = [str(folder / "tests" / "nn" / "checkpoint" / name) for name in FAIRSCALE_TESTS]
-        arguments += ["-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-W", "ignore", "--tb=line"]
+        arguments += [
+            "-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-W", "ignore",
+            "--tb=line"
+        ]
         child = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", RUN, json.dumps([way, [*arguments, f"--junitxml={report}"]])],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path[1:]])}, text=True, timeout=900,
+            [sys.executable, "-W", "ignore", "-c", RUN,
+             json.dumps([way, [*arguments, f"--junitxml={report}"]])],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path[1:]])},
+            text=True, timeout=900,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        regions = [json.loads(line[6:])["frames_created"] for line in child.stdout.splitlines() if line.startswith("REMAT ")]
+        regions = [
+            json.loads(line[6:])["frames_created"]
+            for line in child.stdout.splitlines()
+            if line.startswith("REMAT ")
+        ]
         return ends_of(report), regions[0] if regions else -1, child.stdout[-3000:]
 
 
@@ -96,7 +109,8 @@ def monai_networks() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
     from monai.networks.nets import VQVAE, AutoencoderKL, SwinUNETR, UNet
 
     yield "SwinUNETR", lambda on: SwinUNETR(
-        in_channels=1, out_channels=2, feature_size=12, spatial_dims=2, drop_rate=0.1, attn_drop_rate=0.1,
+        in_channels=1, out_channels=2, feature_size=12, spatial_dims=2, drop_rate=0.1,
+        attn_drop_rate=0.1,
         use_checkpoint=on,
     ), (1, 1, 64, 64)  # fmt: skip
     yield "AutoencoderKL", lambda on: AutoencoderKL(
@@ -104,21 +118,25 @@ def monai_networks() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
         attention_levels=(False, True), latent_channels=4, norm_num_groups=4, use_checkpoint=on,
     ), (1, 1, 32, 32)  # fmt: skip
     yield "VQVAE", lambda on: VQVAE(
-        spatial_dims=2, in_channels=1, out_channels=1, channels=(8, 8), num_res_channels=(8, 8), num_res_layers=1,
-        downsample_parameters=((2, 4, 1, 1),) * 2, upsample_parameters=((2, 4, 1, 1, 0),) * 2, num_embeddings=16,
+        spatial_dims=2, in_channels=1, out_channels=1, channels=(8, 8), num_res_channels=(8, 8),
+        num_res_layers=1,
+        downsample_parameters=((2, 4, 1, 1),) * 2, upsample_parameters=((2, 4, 1, 1, 0),) * 2,
+        num_embeddings=16,
         embedding_dim=8, use_checkpointing=on,
     ), (1, 1, 32, 32)  # fmt: skip
 
     def unet(on: bool) -> Any:
         class Switched(UNet):
-            """Every subblock of a UNet in monai's own wrapper: its `_get_connection_block` is there to be overridden."""
+            """Every subblock of a UNet in monai's own wrapper: its `_get_connection_block` is there
+            to be overridden."""
 
             def _get_connection_block(self, down_path: Any, up_path: Any, subblock: Any) -> Any:
                 inside = ActivationCheckpointWrapper(subblock) if on else subblock
                 return super()._get_connection_block(down_path, up_path, inside)
 
         return Switched(
-            spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8, 16), strides=(2, 2), num_res_units=1, dropout=0.1
+            spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8, 16), strides=(2, 2),
+            num_res_units=1, dropout=0.1
         )
 
     yield "UNet", unet, (1, 1, 32, 32)
@@ -141,9 +159,16 @@ def train(make: Make, shape: tuple[int, ...], on: bool) -> list[Any]:
     found: list[Any] = []
     for _ in range(2):
         network.zero_grad()
-        loss = sum(each.square().mean() for each in tensors(network(torch.randn(shape))) if each.is_floating_point())
+        loss = sum(
+            each.square().mean()
+            for each in tensors(network(torch.randn(shape)))
+            if each.is_floating_point()
+        )
         loss.backward()  # type: ignore[union-attr]
-        found += [loss.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]  # type: ignore[union-attr]
+        found += [
+            loss.detach(),  # type: ignore[union-attr]
+            *(p.grad.clone() for p in network.parameters() if p.grad is not None),
+        ]
         with torch.no_grad():
             for p in network.parameters():
                 if p.grad is not None:
@@ -171,7 +196,10 @@ def compare_monai() -> int:
             same = len(found) == len(plain) and all(map(torch.equal, found, plain))
             return "equal" if same else "DIFFERENT"
 
-        print(f"{name:16} {len(plain):8} {said(upstream):>10} {said(ours):>10} {regions:8}", flush=True)
+        print(
+            f"{name:16} {len(plain):8} {said(upstream):>10} {said(ours):>10} {regions:8}",
+            flush=True,
+        )
         different += said(ours) != "equal" or regions == 0
     return different
 

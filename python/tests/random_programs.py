@@ -1,7 +1,8 @@
-"""Random programs with regions, each run plainly, with `remat.checkpoint` and with `torch.utils.checkpoint` served by remat:
-results and gradients must be the same bits.
+"""Random programs with regions, each run plainly, with `remat.checkpoint` and with
+`torch.utils.checkpoint` served by remat: results and gradients must be the same bits.
 
-    random_programs.py FIRST:LAST      programs of these seeds; what differs is made smaller and printed
+    random_programs.py FIRST:LAST      programs of these seeds; what differs is made smaller and
+    printed
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any, Callable, ContextManager, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+)
 
 import remat
 
@@ -26,10 +29,13 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 SIZE = 4  # of a square matrix, which every value is
 WAYS = ("plain", "own", "drop-in")
-UPSTREAM_TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # since torch 2.8
+# since torch 2.8
+UPSTREAM_TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
 BACKWARDS = ("backward", "grad", "twice", "double", "in parts", "inputs")
 GUARDS = (None, "hooks", "cpu", "disk", "tiers", "cache", "no stop")
-POLICIES = (None, None, None, "matmuls", "operators", "function", "offload", "names", "all but names")
+POLICIES = (
+    None, None, None, "matmuls", "operators", "function", "offload", "names", "all but names"
+)
 CALLS = ("positional", "keyword", "nested", "closure", "module")
 
 
@@ -217,7 +223,9 @@ def program_of(seed: int) -> Program:
 
     length = dice.randrange(2, 6)
     guard = dice.choice([None] * 6 + list(GUARDS))
-    return Program(block(0, length), dice.choice(BACKWARDS), guard, dice.choice([torch.float32, torch.float64]))
+    return Program(
+        block(0, length), dice.choice(BACKWARDS), guard, dice.choice([torch.float32, torch.float64])
+    )
 
 
 class Run:
@@ -230,7 +238,9 @@ class Run:
         self.linear = torch.nn.Linear(SIZE, SIZE, dtype=dtype)
         self.norm = torch.nn.BatchNorm1d(SIZE, dtype=dtype)
         self.lstm = torch.nn.LSTM(SIZE, SIZE, dtype=dtype)
-        self.parameters = [torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True) for _ in range(3)]
+        self.parameters = [
+            torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True) for _ in range(3)
+        ]
         self.x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
         self.constant = torch.randn(SIZE, SIZE, dtype=dtype)
         self.captured = self.x * 1.1
@@ -261,7 +271,9 @@ class Run:
             elif region.call == "keyword":
                 y = call(lambda number, *, x: body(x), 1, x=x, **options)
             elif region.call == "nested":
-                y, _ = call(lambda tree, text: (body(tree["x"][0]), text), {"x": [x]}, "text", **options)
+                y, _ = call(
+                    lambda tree, text: (body(tree["x"][0]), text), {"x": [x]}, "text", **options
+                )
             elif region.call == "module":
                 module = torch.nn.Module()
                 module.forward = body  # type: ignore[method-assign]
@@ -279,8 +291,12 @@ class Run:
         if self.way == "own":
             policies: dict[str, Callable[[], Any]] = {
                 "matmuls": remat.save_matmuls,
-                "operators": lambda: remat.save_ops(["aten::sin", "aten::tanh", "aten::exp", "aten::_softmax"]),
-                "function": lambda: lambda context: "mm" in context.op_name or "mul" in context.op_name,
+                "operators": lambda: remat.save_ops(
+                    ["aten::sin", "aten::tanh", "aten::exp", "aten::_softmax"]
+                ),
+                "function": lambda: (
+                    lambda context: "mm" in context.op_name or "mul" in context.op_name
+                ),
                 "offload": lambda: remat.offload_ops(["aten::mm", "aten::mul"]),
                 "names": lambda: remat.save_names(["n"]),
                 "all but names": lambda: remat.save_all_but_names(["n"]),
@@ -304,7 +320,9 @@ class Run:
 
     def guards(self) -> Iterator[ContextManager[Any]]:
         if self.program.guard == "hooks":
-            yield torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept)
+            yield torch.autograd.graph.saved_tensors_hooks(
+                lambda saved: saved.clone(), lambda kept: kept
+            )
         if self.way == "plain":
             return
         guards: dict[str | None, Callable[[], ContextManager[Any]]] = {
@@ -318,7 +336,8 @@ class Run:
             yield guards[self.program.guard]()
 
     def results(self) -> list[Tensor | None]:
-        """The output, gradients, and how the run left the generator and, but for the drop-in, running statistics."""
+        """The output, gradients, and how the run left the generator and, but for the drop-in,
+        running statistics."""
         leaves = [self.x, *self.parameters]
         for module in (self.linear, self.norm, self.lstm):
             leaves += module.parameters()
@@ -362,7 +381,11 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:  # a gradient of zeros, or none
         there = one if other is None else other
         return there is None or not bool(there.any())
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    )
 
 
 def _outcome(program: Program, way: str, seed: int, folder: str) -> list[Tensor | None] | Exception:
@@ -412,9 +435,13 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield less
             if isinstance(removed, Region):
                 less = copy.deepcopy(less)
-                [less.block, *(each.block for each in _regions(less.block))][place][position:position] = removed.block
+                [less.block, *(each.block for each in _regions(less.block))][place][
+                    position:position
+                ] = removed.block
                 yield less
-    simplest = types.SimpleNamespace(call="positional", policy=None, early_stop=None, has_hook=False)
+    simplest = types.SimpleNamespace(
+        call="positional", policy=None, early_stop=None, has_hook=False
+    )
     for place, region in enumerate(_regions(program.block)):
         for name, value in vars(simplest).items():
             if getattr(region, name) != value:

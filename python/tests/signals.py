@@ -1,4 +1,5 @@
-"""Exceptions of a signal's handler, at any time of a step: none may be lost. As a program, the long check:
+"""Exceptions of a signal's handler, at any time of a step: none may be lost. As a program, the long
+check:
 
     PYTHONPATH=build/python:python/tests python python/tests/signals.py 10000
 """
@@ -76,7 +77,8 @@ WAYS: dict[str, Region] = {
 
 
 def count(way: str, num_exceptions: int, seconds: float) -> tuple[int, int]:
-    """How many exceptions the handler has raised inside of steps, at most for so long; and how many of them came out."""
+    """How many exceptions the handler has raised inside of steps, at most for so long; and how many
+    of them came out."""
     region = WAYS[way]
     x = leaf(3)
     raised = caught = 0

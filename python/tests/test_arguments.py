@@ -1,4 +1,5 @@
-"""Arguments of wrong types: refused where they are given, by name, with what was given and what to give."""
+"""Arguments of wrong types: refused where they are given, by name, with what was given and what to
+give."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ class Place:
     load = store
 
 
-# How each public function is called rightly; the arguments that no check of a type can refuse are in NOT_CHECKED.
+# How each public function is called rightly; the arguments that no check of a type can refuse are
+# in NOT_CHECKED.
 RIGHT: dict[str, tuple[Any, ...]] = {
-    "Checkpointed": (model,), "apply": (model, "every=1,name=0"), "remove": (model,), "is_checkpointed": (model,),
+    "Checkpointed": (model,), "apply": (model, "every=1,name=0"), "remove": (model,),
+    "is_checkpointed": (model,),
     "plain_class": (model,), "set_checkpointing": (model, True), "set_checkpoint_level": (model, 1),
     "unused_regions": (model, x * 1), "reset_unused_regions": (model,), "ModuleChoice.parse": ("every=2,name=a",),
     "policy_table": ({"*": "save"},), "Policy.parse": ("* = save",), "register_tree": (model,),
@@ -42,18 +45,24 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "Recorder.write_memory_svg": (WRONG, "x"), "Recorder.write_chrome_trace": (WRONG, "x"), "free_bytes": (),
     "MemoryMeter": (), "saved_tensors": (x * 1,), "regions_of": (x * 1,), "save_matmuls": (),
     "save_ops": (["aten::mm"],), "offload_ops": (["aten::mm"],),
-    "save_names": (["a"],), "save_all_but_names": (["a"],), "offload_names": (["a"],), "Policy": (lambda c: True,),
-    "Plan": (2,), "Plan.parse": ("[1]",), "revolve_plan": (3, 2), "mixed_plan": (3, 2), "balanced_plan": (3, 2),
-    "torch_sequential_plan": (3, 2), "halving_plan": (3,), "solve": (cost,), "simulate": (cost, remat.Plan(2)),
+    "save_names": (["a"],), "save_all_but_names": (["a"],), "offload_names": (["a"],),
+    "Policy": (lambda c: True,),
+    "Plan": (2,), "Plan.parse": ("[1]",), "revolve_plan": (3, 2), "mixed_plan": (3, 2),
+    "balanced_plan": (3, 2),
+    "torch_sequential_plan": (3, 2), "halving_plan": (3,), "solve": (cost,),
+    "simulate": (cost, remat.Plan(2)),
     "measure": (model, x), "free_budget": (cost,), "run": (remat.Plan(2), model, x),
-    "checkpoint_sequential": (model, 1, x), "fit": (model, x, 1 << 30), "Frontier.plan": (remat.solve(cost), 1 << 30),
+    "checkpoint_sequential": (model, 1, x), "fit": (model, x, 1 << 30),
+    "Frontier.plan": (remat.solve(cost), 1 << 30),
     "budget": (1,), "install": (), "installed": (), "ValueComparison": (), "MoveOptions": (),
     "custom_function": (torch.sin, torch.sin, torch.sin),
 }  # fmt: skip
 NOT_CHECKED = {
-    "save_elsewhere": {"place"}, "Plan": {"regions", "moved"}, "fit": {"model_or_stages"}, "ValueComparison": {"nan"},
+    "save_elsewhere": {"place"}, "Plan": {"regions", "moved"}, "fit": {"model_or_stages"},
+    "ValueComparison": {"nan"},
 }  # fmt: skip
-# What no other function has: without arguments that have a type, of classes that have no constructor of their own, ...
+# What no other function has: without arguments that have a type, of classes that have no
+# constructor of their own, ...
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
     "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
@@ -64,7 +73,11 @@ OTHERS = {
 def parameters(function: Any) -> list[str]:
     signature = inspect.signature(function.__init__ if isinstance(function, type) else function)
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [each.name for each in signature.parameters.values() if each.name != "self" and each.kind not in kinds]
+    return [
+        each.name
+        for each in signature.parameters.values()
+        if each.name != "self" and each.kind not in kinds
+    ]
 
 
 def found(name: str) -> Any:
@@ -96,24 +109,37 @@ class Arguments(Case):
                     else:
                         args, kwargs = given, {argument: WRONG}
                     text = refused(lambda: found(name)(*self_, *args, **kwargs))
-                    self.assertRegex(text, rf"^remat\.{name}: {argument} must be .+, and is .*<object object")
+                    self.assertRegex(
+                        text, rf"^remat\.{name}: {argument} must be .+, and is .*<object object"
+                    )
 
     def test_no_public_function_is_forgotten(self) -> None:
         functions = {name for name in remat.__all__ if callable(getattr(remat, name))}
         made_by_the_package = {
-            name for name in functions if isinstance(getattr(remat, name), type) and name not in RIGHT
+            name
+            for name in functions
+            if isinstance(getattr(remat, name), type) and name not in RIGHT
         }
         self.assertEqual(functions - made_by_the_package - set(RIGHT) - OTHERS, set())
 
     def test_flags_are_flags(self) -> None:
         for wrong in ("no", 1, None, 0.0, torch.tensor(True)):
-            for option in ("early_stop", "offload_inputs", "preserve_rng_state", "strict_unpack", "debug"):
+            for option in (
+                "early_stop", "offload_inputs", "preserve_rng_state", "strict_unpack", "debug"
+            ):
                 pattern = rf"remat\.checkpoint: {option} must be True or False, and is "
                 with self.subTest(option=option, wrong=wrong):
-                    self.assertRegex(refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern)
+                    self.assertRegex(
+                        refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern
+                    )
                     self.assertRegex(refused(lambda: remat.checkpoint(**{option: wrong})), pattern)
-                    self.assertRegex(refused(lambda: remat.Checkpointed(model, **{option: wrong})), pattern)
-                    self.assertRegex(refused(lambda: remat.run(remat.Plan(2), model, x, **{option: wrong})), pattern)
+                    self.assertRegex(
+                        refused(lambda: remat.Checkpointed(model, **{option: wrong})), pattern
+                    )
+                    self.assertRegex(
+                        refused(lambda: remat.run(remat.Plan(2), model, x, **{option: wrong})),
+                        pattern,
+                    )
         self.assertFalse(remat.is_checkpointed(model))
 
     def test_what_is_right_is_taken(self) -> None:
@@ -183,20 +209,29 @@ class Arguments(Case):
 
     def test_other_options_of_checkpoint(self) -> None:
         for option, wrong, wanted in (
-            ("name", 3, "a str"), ("level", True, "an int or None"), ("level", "2", "an int or None"),
+            ("name", 3, "a str"), ("level", True, "an int or None"),
+            ("level", "2", "an int or None"),
             ("offload_prefetch_depth", True, "an int"), ("offload_prefetch_depth", 2.0, "an int"),
             ("determinism_check", 3, "a str"), ("modules", 3, "a list of modules"),
             ("modules", torch.nn.Linear(2, 2), "a list of modules"),
         ):  # fmt: skip
             with self.subTest(option=option, wrong=wrong):
                 pattern = rf"remat\.checkpoint: {option} must be {wanted}, and is "
-                self.assertRegex(refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern)
+                self.assertRegex(
+                    refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern
+                )
                 self.assertRegex(refused(lambda: remat.checkpoint(**{option: wrong})), pattern)
-        self.assertIn("there is no option 'erly_stop'", refused(lambda: remat.checkpoint(erly_stop=False)))
-        self.assertIn("there is no option 'erly_stop'", refused(lambda: remat.Checkpointed(model, erly_stop=False)))
+        self.assertIn(
+            "there is no option 'erly_stop'", refused(lambda: remat.checkpoint(erly_stop=False))
+        )
+        self.assertIn(
+            "there is no option 'erly_stop'",
+            refused(lambda: remat.Checkpointed(model, erly_stop=False)),
+        )
 
     def test_what_is_no_function_is_no_region(self) -> None:
-        for call in (lambda: remat.checkpoint(3), lambda: remat.checkpoint(3, x)):  # type: ignore[call-overload]
+        for call in (lambda: remat.checkpoint(3),  # type: ignore[call-overload]
+                     lambda: remat.checkpoint(3, x)):  # type: ignore[call-overload]
             self.assertEqual(
                 refused(call), "remat.checkpoint: the function must be a function or a module, "
                                "got 3"
@@ -205,8 +240,14 @@ class Arguments(Case):
             "must be a function or a module, got 3",
             refused(lambda: remat.checkpoint()(3)),  # type: ignore
         )
-        for call in (lambda: remat.checkpoint(torch.nn.Linear, 2, 2), lambda: remat.checkpoint()(torch.nn.Linear)):
-            self.assertRegex(refused(call), r"is the class Linear\. Hint: remat\.Checkpointed\(Linear\(\.\.\.\)\)")
+        for call in (
+            lambda: remat.checkpoint(torch.nn.Linear, 2, 2),
+            lambda: remat.checkpoint()(torch.nn.Linear),
+        ):
+            self.assertRegex(
+                refused(call),
+                r"is the class Linear\. Hint: remat\.Checkpointed\(Linear\(\.\.\.\)\)",
+            )
         self.assertEqual(
             refused(lambda: remat.save_region(3)),  # type: ignore[arg-type]
             "remat.save_region: the function must be a function, got 3",
@@ -215,7 +256,8 @@ class Arguments(Case):
             "stage 2 must be a function or a module, got 3",
             refused(lambda: remat.measure([block, 3], x)),  # type: ignore
         )
-        self.assertIn("the stages must be a list of functions", refused(lambda: remat.fit(3, x, 1)))  # type: ignore
+        self.assertIn("the stages must be a list of functions",
+                      refused(lambda: remat.fit(3, x, 1)))  # type: ignore
 
     def test_what_is_no_module_is_not_checkpointed(self) -> None:
         self.assertEqual(
@@ -238,13 +280,17 @@ class Arguments(Case):
                 return x
 
         text = refused(decorated)
-        self.assertIn("remat.checkpoint: head was called without arguments: missing a required argument: 'x'", text)
+        self.assertIn(
+            "remat.checkpoint: head was called without arguments: missing a required argument: 'x'",
+            text,
+        )
         self.assertIn("@remat.checkpoint() above the function", text)
 
         def missing() -> None:
             raise TypeError("my own")
 
-        self.assertEqual(refused(lambda: remat.checkpoint(missing)), "my own")  # which came from inside
+        # which came from inside
+        self.assertEqual(refused(lambda: remat.checkpoint(missing)), "my own")
         self.assertIn("forward() missing", refused(lambda: remat.checkpoint(model)))  # torch's
         self.assertEqual(remat.checkpoint(lambda: 3), 3)
 
@@ -295,9 +341,13 @@ class Arguments(Case):
 NATIVE = {
     "Plan": ["stages"], "Plan.parse": ["text"], "revolve_plan": ["stages", "snapshots"],
     "mixed_plan": ["stages", "units"], "balanced_plan": ["stages", "segments"],
-    "torch_sequential_plan": ["stages", "segments"], "halving_plan": ["stages"], "MemoryMeter": ["device"],
+    "torch_sequential_plan": ["stages", "segments"], "halving_plan": ["stages"],
+    "MemoryMeter": ["device"],
 }  # fmt: skip
-BOUND = {"Recorder.write_html", "Recorder.write_memory_svg", "Recorder.write_chrome_trace", "Frontier.plan"}
+BOUND = {
+    "Recorder.write_html", "Recorder.write_memory_svg", "Recorder.write_chrome_trace",
+    "Frontier.plan"
+}
 
 if __name__ == "__main__":
     unittest.main()

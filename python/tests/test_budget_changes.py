@@ -1,4 +1,5 @@
-"""remat.budget around programs that change tensors, memory or settings between forward and backward."""
+"""remat.budget around programs that change tensors, memory or settings between forward and
+backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Variables around a function, and around what it calls, are in a recompute what they were in forward."""
+"""Variables around a function, and around what it calls, are in a recompute what they were in
+forward."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def by_default(region: Callable[..., torch.Tensor], y: torch.Tensor) -> torch.Te
     def helper(t: torch.Tensor) -> torch.Tensor:
         return t * scale
 
-    def block(t: torch.Tensor, first: Function = helper, *, second: Function = helper) -> torch.Tensor:
+    def block(
+        t: torch.Tensor, first: Function = helper, *, second: Function = helper
+    ) -> torch.Tensor:
         return first(second(t).sin()).cos()
 
     for scale in (2.0, 3.0):
@@ -127,7 +130,8 @@ def by_another_helper(region: Callable[..., torch.Tensor], y: torch.Tensor) -> t
 
 
 PROGRAMS: list[Program] = [
-    by_helper, by_two_helpers, by_wrapper, by_partial, by_default, by_method, by_recursion, by_another_helper,
+    by_helper, by_two_helpers, by_wrapper, by_partial, by_default, by_method, by_recursion,
+    by_another_helper,
 ]  # fmt: skip
 
 
@@ -136,7 +140,9 @@ class Closures(Case):
         for program in PROGRAMS:
             with self.subTest(program=program.__name__):
                 x = leaf()
-                self.check_equal(gradient(program(remat.checkpoint, x), x), gradient(program(plainly, x), x))
+                self.check_equal(
+                    gradient(program(remat.checkpoint, x), x), gradient(program(plainly, x), x)
+                )
 
     def test_what_forward_wrote_to_is_the_programs(self) -> None:
         seen: list[int] = []

@@ -1,4 +1,5 @@
-"""`remat.checkpoint` where torch.compile or an export traces: each program in a process of its own."""
+"""`remat.checkpoint` where torch.compile or an export traces: each program in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ function = lambda t: (t @ w).sin() @ w
 
 def check(f, **options):
     compiled = torch.compile(f, backend="aot_eager", **options)
-    for ours, theirs in zip(torch.autograd.grad(compiled(x).sum(), (x, w)), torch.autograd.grad(function(x).sum(), (x, w))):
+    for ours, theirs in zip(torch.autograd.grad(compiled(x).sum(), (x, w)),
+                            torch.autograd.grad(function(x).sum(), (x, w))):
         assert torch.allclose(ours, theirs)
 """
 
 
-@unittest.skipUnless(hasattr(__import__("torch").compiler, "substitute_in_graph"), "torch before 2.6")
+@unittest.skipUnless(
+    hasattr(__import__("torch").compiler, "substitute_in_graph"), "torch before 2.6"
+)
 class Compiled(Case):
     def check(self, program: str) -> None:
         found = run_script(BEGIN + textwrap.dedent(program), timeout=300)
@@ -36,8 +40,10 @@ class Compiled(Case):
             def backend(graph, inputs):
                 seen.append(str(graph.graph))
                 return graph
-            check(lambda t: remat.checkpoint(function, t, name="a", early_stop=False), fullgraph=True)
-            torch.compile(lambda t: remat.checkpoint(function, t), backend=backend, fullgraph=True)(x)
+            check(lambda t: remat.checkpoint(function, t, name="a", early_stop=False),
+                  fullgraph=True)
+            torch.compile(lambda t: remat.checkpoint(function, t), backend=backend,
+                          fullgraph=True)(x)
             assert "tag_activation_checkpoint" in seen[0], seen
             @remat.checkpoint(name="b")
             def region(t):
@@ -47,7 +53,11 @@ class Compiled(Case):
 
     @whole
     def test_dynamo_is_there_before(self) -> None:
-        program = "import torch._dynamo\n" + BEGIN + "check(lambda t: remat.checkpoint(function, t), fullgraph=True)\n"
+        program = (
+            "import torch._dynamo\n"
+            + BEGIN
+            + "check(lambda t: remat.checkpoint(function, t), fullgraph=True)\n"
+        )
         found = run_script(program, timeout=300)
         self.assertEqual(found.returncode, 0, found.stdout[-3000:])
 
@@ -62,7 +72,8 @@ class Compiled(Case):
                 check(f, fullgraph=True)
                 raise AssertionError("no error")
             except torch._dynamo.exc.Unsupported as error:
-                assert "remat.checkpoint: torch.compile cannot trace a region with policy" in str(error), error
+                assert "remat.checkpoint: torch.compile cannot trace a region with policy" in str(
+                    error), error
             """)
 
     def test_exports(self) -> None:
@@ -73,11 +84,13 @@ class Compiled(Case):
 
             class Upstreams(torch.nn.Module):
                 def forward(self, t):
-                    return torch.utils.checkpoint.checkpoint(lambda t: (t @ t).sin(), t, use_reentrant=False)
+                    return torch.utils.checkpoint.checkpoint(lambda t: (t @ t).sin(), t,
+                                                             use_reentrant=False)
 
             def exported(model, strict):
                 try:
-                    return str(torch.export.export(model, (torch.randn(4, 4),), strict=strict).graph)
+                    return str(torch.export.export(model, (torch.randn(4, 4),),
+                                                   strict=strict).graph)
                 except Exception as error:
                     return type(error).__name__ + str(error)[:30]
 

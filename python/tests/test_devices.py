@@ -1,4 +1,5 @@
-"""Bytes, times and plans of an accelerator's device, on the stand-in that the tests of C++ have: REMAT_STAND_IN names it."""
+"""Bytes, times and plans of an accelerator's device, on the stand-in that the tests of C++ have:
+REMAT_STAND_IN names it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 class Unknown(Case):
     def test_devices_whose_bytes_nobody_knows(self) -> None:
-        for call in (lambda: remat.MemoryMeter("meta"), lambda: remat.free_bytes("cpu"), remat.free_bytes):
+        for call in (
+            lambda: remat.MemoryMeter("meta"), lambda: remat.free_bytes("cpu"), remat.free_bytes
+        ):
             with self.assertRaises(remat.CheckpointError) as caught:
                 call()
             self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
@@ -82,7 +85,8 @@ class Device(Case):
         self.assertEqual(meter.live_bytes, before)
         self.assertEqual(meter.peak_bytes - before, BYTES)
         self.assertGreater(remat.free_bytes(self.device), 0)
-        set_total_bytes = ctypes.CDLL(STAND_IN)["_ZN8stand_in15set_total_bytesEl"]  # the limit takes all that is left
+        # the limit takes all that is left
+        set_total_bytes = ctypes.CDLL(STAND_IN)["_ZN8stand_in15set_total_bytesEl"]
         set_total_bytes(ctypes.c_long(1 << 20))
         try:
             with remat.memory_limit(before + 10 * BYTES, self.device) as guard:
@@ -99,7 +103,10 @@ class Device(Case):
             remat.checkpoint(function, self.x, name="block").sum().backward()
         report = recorder.report()
         (device,) = report.devices
-        self.assertEqual((device.device, device.is_exact, device.bytes_out, device.bytes_in), (self.device, True, 0, 0))
+        self.assertEqual(
+            (device.device, device.is_exact, device.bytes_out, device.bytes_in),
+            (self.device, True, 0, 0),
+        )
         self.assertGreater(device.peak_bytes, 2 * BYTES)
         (region,) = report.regions
         self.assertGreater(region.device_forward_s, 0)
@@ -113,23 +120,29 @@ class Device(Case):
             y = function(self.x * 2)
             y.sum().backward()
         (device,) = recorder.report().devices
-        self.assertEqual((device.bytes_out, device.bytes_in), (2 * BYTES, 3 * BYTES))  # one is read by two nodes
+        # one is read by two nodes
+        self.assertEqual((device.bytes_out, device.bytes_in), (2 * BYTES, 3 * BYTES))
 
     def test_what_moves_to_the_cpu_is_counted(self) -> None:
         with remat.save_on_cpu(min_bytes=1) as moved:
             y = function(self.x * 2)
         self.assertEqual(moved.counts[:5], (2, 2 * BYTES, 0, 0, 0))
         y.sum().backward()
-        self.assertEqual((moved.counts.loads, moved.counts.bytes_loaded), (3, 3 * BYTES))  # one is read by two nodes
+        # one is read by two nodes
+        self.assertEqual((moved.counts.loads, moved.counts.bytes_loaded), (3, 3 * BYTES))
 
     def test_the_last_saves_stay(self) -> None:
         expected = torch.autograd.grad(function(function(self.x * 2)).sum(), self.x)[0].cpu()
         for keep_last, moves in ((0, 4), (1, 3), (3, 1), (100, 0)):
             for pin_memory in (False, True):
-                with remat.save_on_cpu(min_bytes=1, pin_memory=pin_memory, keep_last=keep_last) as moved:
+                with remat.save_on_cpu(
+                    min_bytes=1, pin_memory=pin_memory, keep_last=keep_last
+                ) as moved:
                     y = function(function(self.x * 2))
                 self.assertEqual(moved.counts.moves, moves)
-                self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), self.x)[0].cpu(), expected))
+                self.assertTrue(
+                    torch.equal(torch.autograd.grad(y.sum(), self.x)[0].cpu(), expected)
+                )
         with remat.save_in_tiers(min_bytes=0, keep_last=2) as tiers:
             y = function(function(self.x * 2))
         self.assertEqual(tiers.counts.bytes_to_host, 2 * BYTES)
@@ -160,10 +173,14 @@ class Device(Case):
             y = x * 2
             with remat.Recorder() as recorder:
                 for _ in range(6):
-                    y = remat.checkpoint(torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth)
+                    y = remat.checkpoint(
+                        torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth
+                    )
                 middle = y
                 for _ in range(2):
-                    y = remat.checkpoint(torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth)
+                    y = remat.checkpoint(
+                        torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth
+                    )
                 torch.autograd.grad(y.sum(), middle)
             loaded.append(recorder.report().devices[0].bytes_in // (4 * 50_000))
         self.assertEqual(loaded, [2, 3, 5])
@@ -177,16 +194,22 @@ class Device(Case):
                 y = remat.checkpoint(function, self.x, name="block")
             lines = [line for line in recorder.event_log().splitlines() if "allocates" in line]
             # 4,000 bytes take 4,096; three results, two of which die in the region.
-            self.assertEqual(sum("region 1 allocates 4096 bytes on far:0" in line for line in lines), 3, lines)
+            self.assertEqual(
+                sum("region 1 allocates 4096 bytes on far:0" in line for line in lines), 3, lines
+            )
             self.assertIn("region 1 frees 4096 bytes on far:0", recorder.event_log())
             y.sum().backward()  # after the scope
             self.assertEqual(recorder.event_log().count("allocates"), len(lines))
             with remat.record_allocations():
-                remat.checkpoint(function, self.x, name="block").sum().backward()  # on an engine's thread
+                # on an engine's thread
+                remat.checkpoint(function, self.x, name="block").sum().backward()
             self.assertGreater(recorder.event_log().count("allocates"), 2 * len(lines))
 
     def test_fit(self) -> None:
-        stages = [torch.sin, torch.exp, torch.sin, torch.exp, torch.sin, torch.exp, lambda t: t.sin().sum()]
+        stages = [
+            torch.sin, torch.exp, torch.sin, torch.exp, torch.sin, torch.exp,
+            lambda t: t.sin().sum()
+        ]
         cost = remat.measure(stages, self.x)
         self.assertEqual(cost.stages[1].output_bytes, BYTES)
         self.assertEqual(cost, remat.ChainCost(*cost))
@@ -223,23 +246,34 @@ class Device(Case):
         expected = torch.autograd.grad(plain, self.x)[0].cpu()
         del plain
         meter = remat.MemoryMeter(self.device)
-        for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[2]] mv[ck[ck[3] 4]] 5]", "[mv[1] ck[2] mv[3] 4 5]"):
+        for text in (
+            "[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[2]] mv[ck[ck[3] 4]] 5]",
+            "[mv[1] ck[2] mv[3] 4 5]"
+        ):
             plan = remat.Plan.parse(text)
             for options in (moving, None, remat.MoveOptions(min_bytes=0, pin_memory=False)):
                 before = meter.live_bytes
                 meter.reset_peak()
                 with remat.Recorder() as recorder:
-                    (found,) = torch.autograd.grad(remat.run(plan, stages, self.x, moving=options), self.x)
+                    (found,) = torch.autograd.grad(
+                        remat.run(plan, stages, self.x, moving=options), self.x
+                    )
                 self.assertTrue(torch.equal(found.cpu(), expected), text)
                 (device,) = recorder.report().devices
                 if options is moving:
                     self.assertGreater(device.bytes_out, 0)
-                    self.assertGreaterEqual(device.bytes_in, device.bytes_out)  # some are read by two nodes
-                    self.assertLessEqual(meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes, text)
+                    # some are read by two nodes
+                    self.assertGreaterEqual(device.bytes_in, device.bytes_out)
+                    self.assertLessEqual(
+                        meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes, text
+                    )
                 elif options is None:
-                    self.assertEqual(device.bytes_out, 0)  # 4,000 bytes are less than what moves by default
+                    # 4,000 bytes are less than what moves by default
+                    self.assertEqual(device.bytes_out, 0)
                 del found
-        budget = remat.simulate(cost, remat.Plan.parse("[mv[1] mv[2] mv[3] mv[4] 5]")).peak_bytes + BYTES
+        budget = (
+            remat.simulate(cost, remat.Plan.parse("[mv[1] mv[2] mv[3] mv[4] 5]")).peak_bytes + BYTES
+        )
         cheap = cost._replace(moving=remat.MoveCost(1e-15, 1e-15, 0.1))
         fitted = remat.fit(stages, self.x, budget, cost=cheap, moving=moving)
         self.assertNotEqual(fitted.plan.moved, [])
@@ -261,7 +295,11 @@ class Device(Case):
             y = function(self.x * 2)
         (found,) = torch.autograd.grad(y.sum(), self.x)
         self.assertEqual(seen, [self.device] * 2)
-        self.assertTrue(torch.equal(found.cpu(), torch.autograd.grad(function(self.x * 2).sum(), self.x)[0].cpu()))
+        self.assertTrue(
+            torch.equal(
+                found.cpu(), torch.autograd.grad(function(self.x * 2).sum(), self.x)[0].cpu()
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import remat
 from remat import _drop_in as drop_in
-from common import Case, CountedFunction, gradient, leaf, operators, run_python, run_script, sampled, whole
+from common import (
+    Case, CountedFunction, gradient, leaf, operators, run_python, run_script, sampled, whole
+)
 from drop_in_case import DropIn, region
 
-# Newer releases of upstream, unlike 2.11 and 2.7, take `early_stop` as an argument, and tell the contexts of a forward that it
-# raised.
+# Newer releases of upstream, unlike 2.11 and 2.7, take `early_stop` as an argument, and tell the
+# contexts of a forward that it raised.
 TAKES_EARLY_STOP = "early_stop" in inspect.signature(upstream.checkpoint).parameters
 TELLS_OF_ERRORS = "gen.throw" in inspect.getsource(upstream.checkpoint)
 
@@ -96,7 +98,9 @@ class Calls(DropIn):
             remat.uninstall()
             try:
                 early_stop = (True,) if TAKES_EARLY_STOP else ()
-                generator = imported_early(f, True, upstream.noop_context_fn, "default", False, *early_stop, t)
+                generator = imported_early(
+                    f, True, upstream.noop_context_fn, "default", False, *early_stop, t
+                )
                 next(generator)
                 remat.install()
                 y = f(t)
@@ -110,7 +114,9 @@ class Calls(DropIn):
         plain = gradient(operators(operators(x)), x)
         self.check_equal(gradient(theirs(lambda t: ours(operators(t)), x), x), plain)
         self.check_equal(gradient(region(lambda t: theirs(operators, operators(t)), x), x), plain)
-        self.check_equal(gradient(remat.checkpoint(lambda t: region(operators, operators(t)), x), x), plain)
+        self.check_equal(
+            gradient(remat.checkpoint(lambda t: region(operators, operators(t)), x), x), plain
+        )
 
 
 PROGRAM_THAT_SPAWNS = """
@@ -148,7 +154,8 @@ if __name__ == "__main__":
         process.start()
         all.append(queue.get(timeout=100))
         process.join()
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")) as pool:
         all.append(pool.submit(regions).result())
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
     all.append(int(next(iter(loader))))
@@ -179,7 +186,9 @@ def codes_run(action: Callable[[], Any]) -> set[Any]:
 OF_UPSTREAM = inspect.unwrap(checkpoint).__code__
 
 
-@unittest.skipUnless(drop_in._takes_calls, "this torch's checkpoint calls no function that can be stood in for")
+@unittest.skipUnless(
+    drop_in._takes_calls, "this torch's checkpoint calls no function that can be stood in for"
+)
 class CallsAtOnce(DropIn):
     """See Note [The call itself] in python/binding/drop_in_call.cpp."""
 
@@ -189,10 +198,14 @@ class CallsAtOnce(DropIn):
 
     def test_plain_calls_run_nothing_of_upstream_s(self) -> None:
         x = leaf()
-        for kwargs in ({}, {"preserve_rng_state": False}, {"debug": False}, {"determinism_check": "none"}):
+        for kwargs in (
+            {}, {"preserve_rng_state": False}, {"debug": False}, {"determinism_check": "none"}
+        ):
             self.check_way(False, operators, x, use_reentrant=False, **kwargs)
         self.check_way(False, lambda a, *, b: a * b, x, b=2, use_reentrant=False)
-        self.check_way(False, operators, x, use_reentrant=False, context_fn=upstream.noop_context_fn)
+        self.check_way(
+            False, operators, x, use_reentrant=False, context_fn=upstream.noop_context_fn
+        )
         self.assertEqual(self.num_regions(), 6)
 
     def test_others_go_on_as_upstream_has_it(self) -> None:
@@ -201,7 +214,10 @@ class CallsAtOnce(DropIn):
             {"use_reentrant": True},
             {"use_reentrant": None},
             {"use_reentrant": False, "debug": True},
-            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())},
+            {
+                "use_reentrant": False,
+                "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext()),
+            },
         ):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -211,7 +227,9 @@ class CallsAtOnce(DropIn):
         self.assertEqual(self.num_regions(), 3)
 
     def test_both_ways_give_the_same(self) -> None:
-        def function(a: torch.Tensor, b: torch.Tensor, *, scale: torch.Tensor, power: int = 1) -> Any:
+        def function(
+            a: torch.Tensor, b: torch.Tensor, *, scale: torch.Tensor, power: int = 1
+        ) -> Any:
             return {"y": (a * b).sin() * scale**power, "z": torch.rand_like(a)}
 
         found = []
@@ -258,7 +276,10 @@ class CallsAtOnce(DropIn):
             self.assertRaises(TypeError, region, operators, leaf(), nonsense=1)
             self.assertRaises(TypeError, region, operators, leaf(), function=operators)
             self.assertRaises(TypeError, checkpoint, use_reentrant=False)
-            self.assertRaisesRegex(ValueError, "determinism_check", region, operators, leaf(), determinism_check="maybe")
+            self.assertRaisesRegex(
+                ValueError, "determinism_check", region, operators, leaf(),
+                determinism_check="maybe"
+            )
         x = leaf()
         self.check_equal(gradient(region(operators, x), x), gradient(operators(x), x))
 
@@ -284,8 +305,10 @@ class CallsAtOnce(DropIn):
 
     def test_a_call_loads_no_compiler(self) -> None:
         done = run_script(
-            "import sys, torch, remat; from torch.utils.checkpoint import checkpoint; remat.install()\n"
-            "x = torch.ones(2, requires_grad=True); checkpoint(torch.sin, x, use_reentrant=False).sum().backward()\n"
+            "import sys, torch, remat; from torch.utils.checkpoint import checkpoint; "
+            "remat.install()\n"
+            "x = torch.ones(2, requires_grad=True); checkpoint(torch.sin, x, "
+            "use_reentrant=False).sum().backward()\n"
             "print('torch._dynamo' in sys.modules)"
         )
         self.assertEqual(done.stdout.splitlines()[-1:], ["False"], done.stdout)
@@ -322,14 +345,18 @@ class Installing(Case):
         x = leaf()
         before = remat.counters()["frames_created"]
         with remat.installed():
-            from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as imported_late
+            from torch.utils.checkpoint import (
+                _checkpoint_without_reentrant_generator as imported_late,
+            )
 
             self.assertIs(imported_early, sys.modules[__name__].imported_early)
             region(operators, x)
         self.assertEqual(remat.counters()["frames_created"] - before, 1)
         region(operators, x)
         self.assertEqual(remat.counters()["frames_created"] - before, 1)
-        generator = imported_late(operators, True, upstream.noop_context_fn, "default", False, True, x)
+        generator = imported_late(
+            operators, True, upstream.noop_context_fn, "default", False, True, x
+        )
         self.assertEqual(type(generator).__name__, "generator")  # upstream's again
         generator.close()
 
@@ -352,7 +379,10 @@ class Installing(Case):
                 "print(__name__, sys.argv[1:], remat.counters()['frames_created'])\n"
             )
             script.flush()
-            text = "import runpy, sys; sys.argv[0:1] = ['remat']; runpy.run_module('remat', run_name='__main__')"
+            text = (
+                "import runpy, sys; sys.argv[0:1] = ['remat']; "
+                "runpy.run_module('remat', run_name='__main__')"
+            )
             done = run_script(text, script.name, "--flag", "value")
         self.assertIn("__main__ ['--flag', 'value'] 1", done.stdout)
 
@@ -430,7 +460,8 @@ class Settings(DropIn):
 
     def test_determinism_checks(self) -> None:
         x = leaf()
-        other_shape = lambda t: (t[:2] if remat.is_recomputing() else t).detach().sin() * t.sum()  # noqa: E731
+        other_shape = lambda t: (t[:2] if remat.is_recomputing()
+                                 else t).detach().sin() * t.sum()  # noqa: E731
         with self.assertRaisesRegex(upstream.CheckpointError, "have different metadata"):
             gradient(region(other_shape, x), x)
         gradient(region(lambda t: (t * 1).sin(), x, determinism_check="none"), x)
@@ -448,7 +479,10 @@ class Settings(DropIn):
             f = lambda t: (runs.append(1), (t * len(runs)).sin())[1]  # noqa: E731
             with self.assertRaises(upstream.CheckpointError):
                 gradient(region(f, x, determinism_check="sum"), x)
-            self.check_equal(gradient(region(operators, x, determinism_check="sum"), x), gradient(operators(x), x))
+            self.check_equal(
+                gradient(region(operators, x, determinism_check="sum"), x),
+                gradient(operators(x), x),
+            )
         finally:
             del table["sum"]
 
@@ -461,10 +495,15 @@ class Settings(DropIn):
         ):
             with context:
                 y = region(f, x, **settings)
-            with self.assertRaisesRegex(upstream.CheckpointError, "You are seeing this error because you passed"):
+            with self.assertRaisesRegex(
+                upstream.CheckpointError, "You are seeing this error because you passed"
+            ):
                 gradient(y, x)
         with self.assertRaisesRegex(ValueError, "debug=True is incompatible"):
-            region(f, x, debug=True, context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+            region(
+                f, x, debug=True,
+                context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())
+            )
 
     def test_context_functions(self) -> None:
         x = leaf()
@@ -484,7 +523,11 @@ class Settings(DropIn):
         y = region(f, x, context_fn=lambda: (Context("forward"), Context("recompute")))
         self.check_equal(gradient(y, x), gradient(f(x), x))
         self.assertEqual(
-            events, ["enter forward", "exit forward None", "enter recompute", "exit recompute _StopRecomputationError"]
+            events,
+            [
+                "enter forward", "exit forward None", "enter recompute",
+                "exit recompute _StopRecomputationError"
+            ],
         )
 
     @unittest.skipUnless(TELLS_OF_ERRORS, "this torch tells no context that the forward raised")
@@ -492,7 +535,8 @@ class Settings(DropIn):
         def failing(t: torch.Tensor) -> torch.Tensor:
             raise LookupError("mine")
 
-        contexts = lambda: (contextlib.suppress(LookupError), contextlib.nullcontext())  # noqa: E731
+        contexts = lambda: (contextlib.suppress(LookupError),
+                            contextlib.nullcontext())  # noqa: E731
         with self.assertRaisesRegex(RuntimeError, "suppressed an exception"):
             region(failing, leaf(), context_fn=contexts)
 
@@ -507,7 +551,9 @@ class Settings(DropIn):
         y = region(f, x)
         with upstream.GraphExecGroup():
             gradient(y, x, retain_graph=True)
-            with self.assertRaisesRegex(upstream.CheckpointError, "Performing two backward calls that overlap"):
+            with self.assertRaisesRegex(
+                upstream.CheckpointError, "Performing two backward calls that overlap"
+            ):
                 gradient(y, x)
 
     def test_reading_twice_is_an_error(self) -> None:
@@ -595,7 +641,10 @@ class Tracing(DropIn):
             with forward_ad.dual_level():
                 y = function(forward_ad.make_dual(x, torch.ones(4)))
                 tangent = forward_ad.unpack_dual(y).tangent
-                found = [y.detach(), tangent.detach(), *gradient(y, x, retain_graph=True), *gradient(tangent, x)]
+                found = [
+                    y.detach(), tangent.detach(), *gradient(y, x, retain_graph=True),
+                    *gradient(tangent, x)
+                ]
             return [*found, torch.func.jvp(function, (x.detach(),), (torch.ones(4),))[1]]
 
         remat.uninstall()
@@ -607,7 +656,8 @@ class Tracing(DropIn):
             remat.install()
         with remat.installed():
             found = tangents(call)
-            self.assertRaisesRegex(RuntimeError, "don't yet support saved tensor hooks", torch.func.grad(
+            self.assertRaisesRegex(RuntimeError, "don't yet support saved tensor hooks",
+                                   torch.func.grad(
                 lambda t: call(t).sum()), torch.arange(4.0))  # fmt: skip
         self.check_equal(found, tangents(lambda t: t.sin().exp()))
 

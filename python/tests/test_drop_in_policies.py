@@ -16,8 +16,8 @@ from remat import _selective as selective
 from common import CountedFunction, gradient, leaf, operators, run_script
 from drop_in_case import DropIn, region
 
-# Newer releases of upstream, unlike 2.11 and 2.7, show policy functions the result that they are asked about, and find in a
-# second backward that there are no results any more.
+# Newer releases of upstream, unlike 2.11 and 2.7, show policy functions the result that they are
+# asked about, and find in a second backward that there are no results any more.
 SHOWS_RESULTS = hasattr(upstream.SelectiveCheckpointContext(is_recompute=False), "op_output")
 
 
@@ -54,7 +54,11 @@ class Selective(DropIn):
             if context.is_recompute:
                 return None
             save = op is torch.ops.aten.mm.default
-            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                upstream.CheckpointPolicy.MUST_SAVE
+                if save
+                else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+            )
 
         def with_options(ops: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
             return op in ops
@@ -63,12 +67,21 @@ class Selective(DropIn):
             def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
                 return op is torch.ops.aten.mm.default
 
-        for each in (policy, functools.partial(with_options, self.OPS), Config().policy, lambda _, op, *args: "mm" in str(op)):
+        for each in (
+            policy, functools.partial(with_options, self.OPS), Config().policy,
+            lambda _, op, *args: "mm" in str(op)
+        ):
             self.check(functools.partial(create_selective_checkpoint_contexts, each), True)
-            self.check(lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True), True)
+            self.check(
+                lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True),
+                True,
+            )
 
     def test_policy_functions_run_in_upstream_s_modes_where_the_program_says_so(self) -> None:
-        saves = functools.partial(create_selective_checkpoint_contexts, lambda context, op, *args, **kwargs: op in self.OPS)
+        saves = functools.partial(
+            create_selective_checkpoint_contexts,
+            lambda context, op, *args, **kwargs: op in self.OPS,
+        )
         with remat.installed(native_policy_functions=False):
             self.check(saves, False)
         self.check(saves, False)  # until the last uninstall
@@ -80,7 +93,8 @@ class Selective(DropIn):
 
     def test_policy_functions_are_asked_what_upstream_asks(self) -> None:
         model = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.5),
+            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU(inplace=True),
+            torch.nn.Dropout(0.5),
             torch.nn.Flatten(1), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(-1),
         )  # fmt: skip
         weight = model[5].weight
@@ -90,12 +104,15 @@ class Selective(DropIn):
             y = torch.cat([y, torch.zeros_like(y, dtype=torch.float64)], dim=1).chunk(2, dim=1)[0]
             y = y.clone()
             y[0, :2] = 1.0
-            return torch.nn.functional.scaled_dot_product_attention(y[None], y[None], y[None]).sum(0, keepdim=True)
+            return torch.nn.functional.scaled_dot_product_attention(y[None], y[None], y[None]).sum(
+                0, keepdim=True
+            )
 
         def text_of(value: Any) -> str:
             if isinstance(value, torch.Tensor):
                 own = "weight" if value is weight else "tensor"
-                return f"{own} {value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+                layout = f"{tuple(value.shape)} {value.stride()}"
+                return f"{own} {value.dtype} {layout} {value.requires_grad}"
             if isinstance(value, (list, tuple)):
                 return str([text_of(each) for each in value])
             return f"{type(value).__name__} {value}"
@@ -104,7 +121,9 @@ class Selective(DropIn):
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
             assert isinstance(op, torch._ops.OpOverload)
-            asked.append((op, *map(text_of, args), {name: text_of(value) for name, value in kwargs.items()}))
+            asked.append(
+                (op, *map(text_of, args), {name: text_of(value) for name, value in kwargs.items()})
+            )
             return False
 
         x = torch.randn(2, 1, 4, 4).requires_grad_()
@@ -123,15 +142,25 @@ class Selective(DropIn):
         self.assertGreater(len(asked), 20)
         self.assertTrue(any("weight" in str(each) for each in asked))
         # What makes nothing and only passes a value on is no question.
-        self.assertEqual(natively, [each for each in asked if each[0] is not torch.ops.aten.lift_fresh.default])
+        self.assertEqual(
+            natively, [each for each in asked if each[0] is not torch.ops.aten.lift_fresh.default]
+        )
 
     def test_answers_of_policy_functions(self) -> None:
         x = leaf()
         f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
         # Before 2.11 upstream has no answer that moves anything.
-        offload = getattr(upstream.CheckpointPolicy, "MUST_CPU_OFFLOAD", upstream.CheckpointPolicy.MUST_SAVE)
+        offload = getattr(
+            upstream.CheckpointPolicy, "MUST_CPU_OFFLOAD", upstream.CheckpointPolicy.MUST_SAVE
+        )
         for answer in (None, "no answer", 0, offload, True, False):
-            y = region(f, x, context_fn=lambda: create_selective_checkpoint_contexts(lambda context, op, *args: answer))
+            y = region(
+                f,
+                x,
+                context_fn=lambda: create_selective_checkpoint_contexts(
+                    lambda context, op, *args: answer
+                ),
+            )
             self.check_equal(gradient(y, x), gradient(f.function(x), x))
 
         class Mine(Exception):
@@ -151,11 +180,16 @@ class Selective(DropIn):
 
         def made() -> Any:
             seen: list[Any] = []  # what a function sees may lead to the graph that holds it
-            policy = lambda context, op, *args, **kwargs: bool(seen.append(args)) or len(seen) % 2 == 0  # noqa: E731
-            y = region(
-                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            policy = lambda context, op, *args, **kwargs: (  # noqa: E731
+                bool(seen.append(args)) or len(seen) % 2 == 0
             )
-            self.check_equal(gradient(y, x, retain_graph=True), gradient((x @ x).sin().exp() @ x, x))
+            y = region(
+                lambda t: (t @ t).sin().exp() @ t, x,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            )
+            self.check_equal(
+                gradient(y, x, retain_graph=True), gradient((x @ x).sin().exp() @ x, x)
+            )
             return weakref.ref(policy), weakref.ref(y)
 
         self.assertEqual([each() for each in made()], [None, None])
@@ -193,10 +227,13 @@ class Selective(DropIn):
             def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
                 return False
 
-        for policy in (keeps, closes, looks, hands_on, renames, finds, takes_all, wrapped, Callable()):
+        for policy in (
+            keeps, closes, looks, hands_on, renames, finds, takes_all, wrapped, Callable()
+        ):
             x = leaf()
             y = region(
-                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+                lambda t: (t @ t).sin().exp() @ t, x,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy)
             )
             gradient(y, x, retain_graph=True)
             if policy in (looks, hands_on, keeps, closes):
@@ -221,7 +258,8 @@ class Selective(DropIn):
             "    y = checkpoint(f, torch.ones(1, 1, 16, 16), use_reentrant=False,\n"
             "        context_fn=functools.partial(create_selective_checkpoint_contexts, policy))\n"
             "    y.sum().backward()\n"
-            "print('equal' if torch.allclose(w.grad, (torch.ones(16, 16) * 16).cos() * 16) else w.grad)\n"
+            "print('equal' if torch.allclose(w.grad, (torch.ones(16, 16) * 16).cos() * 16) else "
+            "w.grad)\n"
         )
         if "no rule registered for HOP flex_attention" in done.stdout:
             self.skipTest("this torch's modes know no flex_attention")
@@ -234,7 +272,11 @@ class Selective(DropIn):
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             asked.append(context.op_output)
             save = op is torch.ops.aten.mm.default
-            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                upstream.CheckpointPolicy.MUST_SAVE
+                if save
+                else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+            )
 
         self.check(functools.partial(create_selective_checkpoint_contexts, policy), False)
         self.assertTrue(all(isinstance(each, torch.Tensor) for each in asked))
@@ -248,7 +290,10 @@ class Selective(DropIn):
 
     def test_wrong_lists_are_upstream_s_errors(self) -> None:
         with self.assertRaisesRegex(ValueError, "to be an OpOverload"):
-            region(operators, leaf(), context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm]))
+            region(
+                operators, leaf(),
+                context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm])
+            )
 
     def test_changed_kept_results_are_errors(self) -> None:
         x = leaf()
@@ -256,7 +301,9 @@ class Selective(DropIn):
         context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS)
         with self.assertRaisesRegex(RuntimeError, "has been mutated"):
             gradient(region(f, x, context_fn=context_fn), x)
-        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True)
+        context_fn = functools.partial(
+            create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True
+        )
         self.check_equal(gradient(region(f, x, context_fn=context_fn), x), gradient(f(x), x))
 
 

@@ -34,8 +34,10 @@ class Names(Case):
     def test_a_changed_buffer_is_called_by_its_path(self) -> None:
         module = Named()
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
-            lambda x: remat.checkpoint(module, x), lambda x: remat.checkpoint(lambda t: module(t), x, modules=[module]),
-            lambda x: remat.Checkpointed(module)(x)]
+            lambda x: remat.checkpoint(module, x),
+            lambda x: remat.checkpoint(lambda t: module(t), x, modules=[module]),
+            lambda x: remat.Checkpointed(module)(x),
+        ]
         for call in calls:
             y = call(torch.randn(3, 4, requires_grad=True))
             with torch.no_grad():
@@ -44,7 +46,9 @@ class Names(Case):
                 y.sum().backward()
             self.assertIn("buffer 'inner.scale' of Named", str(raised.exception))
 
-    def change_in(self, module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> str:
+    def change_in(
+        self, module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+    ) -> str:
         """What backward raises if a tensor is changed before it."""
         y = call(torch.randn(3, 4, requires_grad=True))
         with torch.no_grad():
@@ -55,36 +59,59 @@ class Names(Case):
         return str(raised.exception)
 
     def test_a_changed_parameter_is_called_by_its_path(self) -> None:
-        for module in (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sigmoid()), Named()):
-            path, owner = ("0.0.weight", "Sequential") if isinstance(module, nn.Sequential) else ("inner.weight", "Named")
+        for module in (
+            nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sigmoid()), Named()
+        ):
+            path, owner = (
+                ("0.0.weight", "Sequential")
+                if isinstance(module, nn.Sequential)
+                else ("inner.weight", "Named")
+            )
             weight = module.get_parameter(path)
             checkpointed = remat.Checkpointed(copy.deepcopy(module))
             calls: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
                 (lambda x: remat.checkpoint(module, x), weight),
                 (lambda x: remat.checkpoint(module.forward, x), weight),
                 (lambda x: remat.checkpoint(functools.partial(module), x), weight),
-                (lambda x: remat.checkpoint(lambda t: module(t), x, modules=[nn.Linear(2, 2), module]), weight),
+                (
+                    lambda x: remat.checkpoint(
+                        lambda t: module(t), x, modules=[nn.Linear(2, 2), module]
+                    ),
+                    weight,
+                ),
                 (lambda x: remat.checkpoint(module, x, buffers="ignore"), weight),
                 (lambda x: remat.run(remat.Plan(2, [(1, 1)]), [module, torch.sum], x), weight),
-                (lambda x: remat.checkpoint(lambda t: remat.checkpoint(module, t).exp(), x), weight),
+                (
+                    lambda x: remat.checkpoint(lambda t: remat.checkpoint(module, t).exp(), x),
+                    weight,
+                ),
                 (checkpointed, checkpointed.get_parameter(path)),
             ]
             for call, tensor in calls:
                 text = self.change_in(module, call, tensor)
-                self.assertRegex(text, f"parameter '{path}' of {owner} .(saved tensor at|captured tensor that)")
+                self.assertRegex(
+                    text, f"parameter '{path}' of {owner} .(saved tensor at|captured tensor that)"
+                )
                 self.assertNotIn("StandIn", text)
         # Nobody says whose it is.
-        self.assertIn("name it in `modules`", self.change_in(module, lambda x: remat.checkpoint(lambda t: module(t), x), weight))
+        self.assertIn(
+            "name it in `modules`",
+            self.change_in(module, lambda x: remat.checkpoint(lambda t: module(t), x), weight),
+        )
 
     def test_a_parameter_of_a_region_around_is_called_by_its_path(self) -> None:
         module = Named()
-        module.forward = lambda x: remat.checkpoint(lambda t: module.inner(t).sin(), x).exp()  # type: ignore[method-assign]
+        module.forward = (  # type: ignore[method-assign]
+            lambda x: remat.checkpoint(lambda t: module.inner(t).sin(), x).exp()
+        )
         text = self.change_in(module, lambda x: remat.checkpoint(module, x), module.inner.weight)
         self.assertIn("parameter 'inner.weight' of Named", text)
 
     def test_a_changed_argument_that_is_a_parameter_is_called_by_its_path(self) -> None:
         module = Named()
-        y = remat.checkpoint(lambda t, w: (t @ w).sin(), torch.randn(3, 4), module.inner.weight, modules=[module])
+        y = remat.checkpoint(
+            lambda t, w: (t @ w).sin(), torch.randn(3, 4), module.inner.weight, modules=[module]
+        )
         with torch.no_grad():
             module.inner.weight.add_(1)
         with self.assertRaises(remat.CheckpointError) as raised:
@@ -132,7 +159,8 @@ class Errors(Case):
                 self.assertIs(error, raised[0])
                 names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
             self.assertIn("failing", names)
-            raised.clear()  # it knows this frame, which knows `y`, whose region knows the function, and so it
+            # it knows this frame, which knows `y`, whose region knows the function, and so it
+            raised.clear()
 
             def failing_at_once(t: torch.Tensor) -> torch.Tensor:
                 raise kind("in forward")
@@ -168,9 +196,14 @@ class Errors(Case):
         error = caught.exception
         self.assertIsInstance(error, remat.CheckpointError)
         self.assertIs(error.kind, remat.ErrorKind.FEWER_TENSORS)
-        self.assertEqual((error.region, error.forward_count, error.recompute_count), ("block 3", 3, 1))
+        self.assertEqual(
+            (error.region, error.forward_count, error.recompute_count), ("block 3", 3, 1)
+        )
         first, second = str(error).split("\n")[:2]
-        self.assertTrue(first.startswith("torch.utils.checkpoint: A different number of tensors was saved"), first)
+        self.assertTrue(
+            first.startswith("torch.utils.checkpoint: A different number of tensors was saved"),
+            first,
+        )
         self.assertEqual(second, "Number of tensors saved during forward: 3")
         self.assertNotIn("::", str(error))
 

@@ -15,8 +15,11 @@ import remat
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.append(str(EXAMPLES.parents[1] / "tools"))
 from compare_output import difference  # noqa: E402
-# Stubtest's remarks about any class of pybind11; `Final` is how the stub says that a member can only be read.
-OF_PYBIND = re.compile(r"metaclass differs|\.__init__ is inconsistent|is read-only at runtime but not in the stub")
+# Stubtest's remarks about any class of pybind11; `Final` is how the stub says that a member can
+# only be read.
+OF_PYBIND = re.compile(
+    r"metaclass differs|\.__init__ is inconsistent|is read-only at runtime but not in the stub"
+)
 
 
 def output_of(*command: str) -> str:
@@ -24,11 +27,14 @@ def output_of(*command: str) -> str:
     folder = os.path.dirname(os.path.dirname(remat.__file__))
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / command[0]), *command[1:]], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(EXAMPLES / command[0]), *command[1:]],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     if done.returncode != 0:
-        raise AssertionError(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise AssertionError(
+            f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -45,7 +51,9 @@ class Examples(unittest.TestCase):
         self.assertEqual(difference(EXAMPLES / "tutorial.expected", output_of("tutorial.py")), "")
 
     def test_tutorial_runs_single_steps(self) -> None:
-        self.assertEqual(output_of("tutorial.py", "measure"), "measure\n  peak 21.77 MB, floor 1.80 MB\n")
+        self.assertEqual(
+            output_of("tutorial.py", "measure"), "measure\n  peak 21.77 MB, floor 1.80 MB\n"
+        )
 
     def test_attention_rule(self) -> None:
         self.assertIn("first and second derivatives agree: yes", output_of("attention_rule.py"))
@@ -60,7 +68,8 @@ class Examples(unittest.TestCase):
             self.skipTest("the package mypy is not installed")
         folder = os.path.dirname(os.path.dirname(remat.__file__))
         done = subprocess.run(
-            [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", os.devnull, "-p", "remat"],
+            [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir",
+             os.devnull, "-p", "remat"],
             cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stdout)
@@ -70,11 +79,14 @@ class Examples(unittest.TestCase):
             self.skipTest("the package mypy is not installed")
         done = subprocess.run(
             [sys.executable, "-m", "mypy.stubtest", "--concise", "remat._remat"],
-            cwd=os.path.dirname(os.path.dirname(remat.__file__)), env={**os.environ, "MYPY_CACHE_DIR": os.devnull},
+            cwd=os.path.dirname(os.path.dirname(remat.__file__)),
+            env={**os.environ, "MYPY_CACHE_DIR": os.devnull},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.assertIn("remat._remat.", done.stdout)
-        self.assertEqual([line for line in done.stdout.splitlines() if not OF_PYBIND.search(line)], [])
+        self.assertEqual(
+            [line for line in done.stdout.splitlines() if not OF_PYBIND.search(line)], []
+        )
 
     def test_each_member_of_the_stub_is_there(self) -> None:
         stub = Path(remat.__file__).parent / "_remat.pyi"

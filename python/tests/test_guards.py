@@ -44,7 +44,9 @@ class Guards(Case):
             y.backward()
             self.assertTrue(torch.equal(x.grad, gradient(size=1 << 16)))
             with remat.save_on_disk(folder, min_bytes=1):
-                self.assertTrue(torch.equal(gradient(lambda x: remat.checkpoint(function, x)), gradient()))
+                self.assertTrue(
+                    torch.equal(gradient(lambda x: remat.checkpoint(function, x)), gradient())
+                )
         with self.assertRaises(ValueError):
             with remat.save_on_disk("/no/such/folder"):
                 pass
@@ -62,7 +64,9 @@ class Guards(Case):
             self.assertEqual(moved.counts[:5], (2, 2 * 256, 3, 0, 3 * 256))
             self.assertGreater(moved.counts.seconds_waited, 0)
             files = recorder.report().files
-            self.assertEqual((files.bytes_written, files.waits > 0, files.waited_s > 0), (2 * 256, True, True))
+            self.assertEqual(
+                (files.bytes_written, files.waits > 0, files.waited_s > 0), (2 * 256, True, True)
+            )
             with moved:  # again: another scope's
                 self.assertEqual(moved.counts.moves, 0)
         with remat.save_on_cpu(min_bytes=1) as moved:
@@ -80,12 +84,14 @@ class Guards(Case):
             with self.assertRaisesRegex(RuntimeError, "already enabled"):
                 with torch.autograd.profiler.profile():
                     pass
-        if torch.__version__ >= "2.12":  # before, a profile that is refused leaves the profiler broken for the next one
+        # before, a profile that is refused leaves the profiler broken for the next one
+        if torch.__version__ >= "2.12":
             with torch.autograd.profiler.profile():
                 pass
 
     def test_memory_of_python_waits_in_tiers(self) -> None:
-        # The thread that writes it frees it, and needs the interpreter's lock for that while another one waits for it.
+        # The thread that writes it frees it, and needs the interpreter's lock for that while
+        # another one waits for it.
         ended = run_script(
             """
 import array, tempfile, torch, remat
@@ -95,7 +101,8 @@ def twos():
     return torch.frombuffer(array.array("f", [2.0]) * N, dtype=torch.float32)
 with tempfile.TemporaryDirectory() as folder:
     for _ in range(3):
-        with remat.save_in_tiers(host_bytes=0, directory=folder, max_bytes_in_flight=1, min_bytes=0):
+        with remat.save_in_tiers(host_bytes=0, directory=folder, max_bytes_in_flight=1,
+                                 min_bytes=0):
             results = [remat.checkpoint(lambda t: (t * w).sin(), twos()) for _ in range(8)]
         sum(y.sum() for y in results).backward()
 assert torch.allclose(w.grad, 3 * 8 * 2 * torch.full((N,), 2.0).cos())
@@ -279,7 +286,8 @@ print("over")
                 return (x * torch.rand(x.shape, generator=generator)).sin()
 
             with remat.preserve_generator(generator):
-                results.append([gradient(lambda x: run(drawing, x)), torch.rand(1, generator=generator)])  # type: ignore[operator]
+                taken = gradient(lambda x: run(drawing, x))  # type: ignore[operator]
+                results.append([taken, torch.rand(1, generator=generator)])
         for a, b in zip(*results):
             self.assertTrue(torch.equal(a, b))
         with self.assertRaises(TypeError):
@@ -342,16 +350,34 @@ print("over")
 
     def test_errors_are_in_python_s_words(self) -> None:
         for call, text in (
-            (lambda: remat.memory_limit(-1).__enter__(), r"remat\.memory_limit: the limit must be at least 0 bytes"),
-            (lambda: remat.recompute_cache(-1).__enter__(), r"remat\.recompute_cache: max_bytes is -1"),
+            (
+                lambda: remat.memory_limit(-1).__enter__(),
+                r"remat\.memory_limit: the limit must be at least 0 bytes",
+            ),
+            (
+                lambda: remat.recompute_cache(-1).__enter__(),
+                r"remat\.recompute_cache: max_bytes is -1",
+            ),
             (lambda: remat.save_as(torch.int32).__enter__(), r"remat\.save_as: .* torch\.bfloat16"),
-            (lambda: remat.save_on_disk("/no/such/folder").__enter__(), r"remat\.save_on_disk: no file could be made"),
-            (lambda: remat.save_ops(["aten::no"]), r'remat\.save_ops: there is no operator "aten::no"'),
+            (
+                lambda: remat.save_on_disk("/no/such/folder").__enter__(),
+                r"remat\.save_on_disk: no file could be made",
+            ),
+            (
+                lambda: remat.save_ops(["aten::no"]),
+                r'remat\.save_ops: there is no operator "aten::no"',
+            ),
             (lambda: remat.Recorder(max_events=0), r"remat\.Recorder: max_events was 0"),
             (lambda: remat.Plan(0), r"remat\.Plan: a plan needs at least 1 stage"),
             (lambda: remat.Plan.parse("[1"), r"remat\.Plan\.parse: "),
-            (lambda: remat.solve(remat.ChainCost()), r"remat\.solve: a chain needs at least one stage"),
-            (lambda: remat.run(remat.Plan(2), [torch.sin], leaf()), r"remat\.run: the plan has 2 stages"),
+            (
+                lambda: remat.solve(remat.ChainCost()),
+                r"remat\.solve: a chain needs at least one stage",
+            ),
+            (
+                lambda: remat.run(remat.Plan(2), [torch.sin], leaf()),
+                r"remat\.run: the plan has 2 stages",
+            ),
         ):
             with self.assertRaisesRegex(ValueError, "(?s)" + text) as caught:
                 call()
@@ -409,7 +435,8 @@ class Places(Case):
             before = meter.live_bytes
             y = f(x).sum()
             self.assertLess(meter.live_bytes - before, 1 << 14)  # less than one of them
-        self.assertEqual(len(Place.alive), 3)  # the result of exp, which cos saves, too; the factors of the product
+        # the result of exp, which cos saves, too; the factors of the product
+        self.assertEqual(len(Place.alive), 3)
         y.backward(retain_graph=True)
         first = x.grad
         x.grad = None
@@ -435,7 +462,9 @@ class Places(Case):
             def store(self, flat: torch.Tensor) -> object:
                 return super().store(flat) if flat.numel() > 1000 else None
 
-        for dtype, size, num_stored in ((torch.float32, 500, 0), (torch.float64, 20, 0), (torch.float64, 500, 1)):
+        for dtype, size, num_stored in (
+            (torch.float32, 500, 0), (torch.float64, 20, 0), (torch.float64, 500, 1)
+        ):
             place = Choosy()
             x = torch.linspace(0, 1, size, dtype=dtype).requires_grad_()
             with remat.save_elsewhere(place):
@@ -565,7 +594,9 @@ class Places(Case):
         class Seen(TorchDispatchMode):
             ops: list[str] = []
 
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            def __torch_dispatch__(  # type: ignore[no-untyped-def]
+                self, func, types, args=(), kwargs=None
+            ):
                 self.ops.append(str(func))
                 return func(*args, **(kwargs or {}))
 
@@ -583,7 +614,9 @@ class Places(Case):
             (found,) = torch.autograd.grad(z, y, torch.ones_like(z, device="cpu"))
         self.check_equal(found, z)
         self.assertEqual(place.events, ["store", "load"])
-        self.assertFalse([each for each in Seen.ops if "clone" in each or "empty" in each], Seen.ops)
+        self.assertFalse(
+            [each for each in Seen.ops if "clone" in each or "empty" in each], Seen.ops
+        )
 
     def test_threads_that_want_the_same_contents(self) -> None:
         loading, reading = threading.Event(), threading.Event()
@@ -592,7 +625,8 @@ class Places(Case):
             def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
                 loading.set()
                 reading.wait(10)
-                time.sleep(0.1)  # the other one waits for this, with the interpreter's lock if nobody takes care
+                # the other one waits for this, with the interpreter's lock if nobody takes care
+                time.sleep(0.1)
                 return super().load(contents)
 
         class Reads(torch.autograd.Function):
@@ -614,7 +648,9 @@ class Places(Case):
             one, other = y.sin().sum(), Reads.apply(y).sum()
         found: list[torch.Tensor] = []
         threads = [
-            threading.Thread(target=lambda z=z: found.append(torch.autograd.grad(z, y)[0]), daemon=True)
+            threading.Thread(
+                target=lambda z=z: found.append(torch.autograd.grad(z, y)[0]), daemon=True
+            )
             for z in (one, other)
         ]
         for each in threads:

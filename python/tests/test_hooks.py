@@ -1,4 +1,5 @@
-"""Hooks over several tensors that a region's function registers: what they hold goes with the recompute."""
+"""Hooks over several tensors that a region's function registers: what they hold goes with the
+recompute."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def nested(function: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 CALLS: tuple[Call, ...] = (
-    remat.checkpoint, drop_in, nested, functools.partial(remat.checkpoint, determinism_check="values"),
+    remat.checkpoint, drop_in, nested,
+    functools.partial(remat.checkpoint, determinism_check="values"),
     functools.partial(remat.checkpoint, policy=remat.save_matmuls()),
 )  # fmt: skip
 
@@ -82,7 +84,8 @@ class MultiGradHooks(Case):
         return gradient * b
 
     def steps(self, function: Function, call: Call) -> tuple[int, torch.Tensor]:
-        """How often the hook was called in four steps, and the gradient; nothing may stay, without the collector."""
+        """How often the hook was called in four steps, and the gradient; nothing may stay, without
+        the collector."""
         self.calls = 0
         gc.collect()
         gc.disable()
@@ -97,7 +100,9 @@ class MultiGradHooks(Case):
                     call(function, x).sum().backward()
                     after.append(meter.live_bytes)
             self.assertEqual(after[1], after[3], "a step keeps something")
-            self.assertEqual([str(each.message) for each in seen if "still there" in str(each.message)], [])
+            self.assertEqual(
+                [str(each.message) for each in seen if "still there" in str(each.message)], []
+            )
             self.assertEqual(remat.counters()["frames_alive"], 0)
             assert x.grad is not None
             return self.calls, x.grad
@@ -120,7 +125,8 @@ class MultiGradHooks(Case):
         self.assertEqual(plain, 2 * 4)
         for call in (remat.checkpoint, drop_in):
             calls, found = self.steps(self.backward_inside, call)
-            self.assertEqual(calls, 3 * 4)  # as with upstream's regions: forward, recompute, the backward itself
+            # as with upstream's regions: forward, recompute, the backward itself
+            self.assertEqual(calls, 3 * 4)
             self.check_equal(found, expected)
 
     def test_a_graph_that_is_put_outside_keeps_them(self) -> None:
@@ -130,7 +136,9 @@ class MultiGradHooks(Case):
             a = x.sin()
             b = a.cos()
             c = x.exp()
-            register_multi_grad_hook([a, b, c], lambda gradients: seen.append([each is not None for each in gradients]))
+            register_multi_grad_hook(
+                [a, b, c], lambda gradients: seen.append([each is not None for each in gradients])
+            )
             self.kept.append(b)
             return (b * c).exp().sin()
 
@@ -142,7 +150,8 @@ class MultiGradHooks(Case):
                 warnings.simplefilter("ignore")
                 call(function, x).sum().backward()
             self.assertEqual(seen, [[True, True, True]])
-            self.kept[1].sum().backward()  # through the recompute's graph, of which c's node is gone
+            # through the recompute's graph, of which c's node is gone
+            self.kept[1].sum().backward()
             self.assertEqual(seen[1:], [[True, True, False]])
         self.kept.clear()
 
@@ -163,11 +172,13 @@ class MultiGradHooks(Case):
         for _ in range(3):
             remat.checkpoint(function, x).sum().backward()
         self.assertEqual(meter.live_bytes, before)
-        self.assertEqual((calls, self.calls), (1, 1 + 2 + 3 + 4))  # of a leaf all hooks stay, as in plain autograd
+        # of a leaf all hooks stay, as in plain autograd
+        self.assertEqual((calls, self.calls), (1, 1 + 2 + 3 + 4))
 
 
 class HooksThatKeepTheTensor(Case):
-    """A pack function that returns its argument makes a cycle where an operator saves its result."""
+    """A pack function that returns its argument makes a cycle where an operator saves its
+    result."""
 
     def setUp(self) -> None:
         super().setUp()

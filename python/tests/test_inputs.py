@@ -59,7 +59,10 @@ class Arguments(Case):
             return x.grad.a, x.grad.b
 
         f = lambda t: (t @ t).sin().exp().sin()  # noqa: E731
-        policies = [None, remat.save_matmuls(), remat.save_ops(["aten::sin", "aten::exp"]), remat.save_ops(["aten::bmm"])]
+        policies = [
+            None, remat.save_matmuls(), remat.save_ops(["aten::sin", "aten::exp"]),
+            remat.save_ops(["aten::bmm"])
+        ]
         for policy in policies:
             for chained in (False, True):
                 ours = step(lambda t: remat.checkpoint(f, t, policy=policy), chained)
@@ -68,7 +71,9 @@ class Arguments(Case):
     def test_arguments_that_are_no_tensors_stay_what_they_are(self) -> None:
         x = leaf()
         marker, seen = object(), []
-        remat_call = remat.checkpoint(lambda t, m, items: (seen.append((m, items)), t.sin().exp())[1], x, marker, [x])
+        remat_call = remat.checkpoint(
+            lambda t, m, items: (seen.append((m, items)), t.sin().exp())[1], x, marker, [x]
+        )
         gradient(remat_call, x)
         self.assertTrue(all(m is marker and items[0] is x for m, items in seen))
 
@@ -92,8 +97,13 @@ class Arguments(Case):
             "dictionary": (lambda: {"x": a}, lambda features: features.update(x=b, y=b)),
             "in a tuple": (lambda: (a, [a.sin()], "text"), lambda features: features[1].append(b)),
             "deep": (lambda: [{"x": ([a],)}], lambda features: features[0]["x"][0].append(b)),
-            "ordered": (lambda: collections.OrderedDict(x=a), lambda features: features.update(x=b)),
-            "default": (lambda: collections.defaultdict(list, x=[a]), lambda features: features["x"].append(b)),
+            "ordered": (
+                lambda: collections.OrderedDict(x=a), lambda features: features.update(x=b)
+            ),
+            "default": (
+                lambda: collections.defaultdict(list, x=[a]),
+                lambda features: features["x"].append(b),
+            ),
             "deque": (lambda: collections.deque([a]), lambda features: features.append(b)),
         }
         for name, (make, change) in makers.items():
@@ -102,7 +112,9 @@ class Arguments(Case):
                     plain = gradient(total(make()), a, w)
                     features = make()
                     if with_keyword:
-                        result = remat.checkpoint(lambda *, features: total(features), features=features)
+                        result = remat.checkpoint(
+                            lambda *, features: total(features), features=features
+                        )
                     else:
                         result = remat.checkpoint(total, features)
                     change(features)
@@ -143,7 +155,9 @@ class Arguments(Case):
             self.assertEqual((list(first), type(size), text), (["b", "a"], torch.Size, ("text", 1)))
             return (first["a"][0] * cyclic[0]).sin()
 
-        result = remat.checkpoint(check, {"b": 1, "a": shared}, (shared,), cyclic, size, ("text", 1))
+        result = remat.checkpoint(
+            check, {"b": 1, "a": shared}, (shared,), cyclic, size, ("text", 1)
+        )
         (found,) = gradient(result, x)
         (plain,) = gradient((x * x).sin(), x)
         torch.testing.assert_close(found, plain)
@@ -177,7 +191,9 @@ class Arguments(Case):
         z = remat.checkpoint(operators, y)
         with torch.no_grad():
             y.add_(1)
-        with self.assertRaisesRegex(remat.CheckpointError, "modified by an inplace operation") as caught:
+        with self.assertRaisesRegex(
+            remat.CheckpointError, "modified by an inplace operation"
+        ) as caught:
             gradient(z, x)
         self.assertIs(caught.exception.kind, remat.ErrorKind.INPUT_CHANGED)
 
@@ -233,7 +249,9 @@ class Arguments(Case):
     def test_wrapping_classes_as_copies(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor
 
-        def gradients(around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def gradients(
+            around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
+        ) -> torch.Tensor:
             torch.manual_seed(0)
             a = torch.randn(4, 4)
             x = TwoTensor(a, a * 2).requires_grad_()
@@ -243,7 +261,8 @@ class Arguments(Case):
         expected = gradients(lambda f, x: f(x))
         for around in (lambda f, x: remat.checkpoint(f, x, input_mode="copy_on_write"),
                        lambda f, x: remat.checkpoint_sequential([f], 1, x),
-                       lambda f, x: remat.checkpoint(lambda t: remat.checkpoint(f, t), x)):  # fmt: skip
+                       lambda f, x: remat.checkpoint(
+                           lambda t: remat.checkpoint(f, t), x)):  # fmt: skip
             self.check_equal(gradients(around), expected)
         twice = gradients(lambda f, x: f(f(x)))
         self.check_equal(gradients(lambda f, x: remat.checkpoint_sequential([f, f], 2, x)), twice)
@@ -288,7 +307,9 @@ class Arguments(Case):
         values = torch.randn(8, 8)
         for changes_values in (True, False):
             n = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 8]))
-            y = remat.checkpoint(lambda t: (t * n.unflatten(-1, [2, 4]).values().flatten(1)).sin(), x)
+            y = remat.checkpoint(
+                lambda t: (t * n.unflatten(-1, [2, 4]).values().flatten(1)).sin(), x
+            )
             (values if changes_values else n.values()).add_(1)
             with self.assertRaises(remat.CheckpointError) as caught:
                 gradient(y, x)
@@ -296,8 +317,10 @@ class Arguments(Case):
 
     def test_containers_keep_their_identity(self) -> None:
         x = leaf()
-        shared: dict[str, Any] = {"list": [1], "set": {1}, "dict": {1: [2]}, "deque": collections.deque([1]),
-                                  "default": collections.defaultdict(list, {1: [2]}), "tuple": ([1],)}  # fmt: skip
+        shared: dict[str, Any] = {"list": [1], "set": {1}, "dict": {1: [2]},
+                                  "deque": collections.deque([1]),
+                                  "default": collections.defaultdict(list, {1: [2]}),
+                                  "tuple": ([1],)}  # fmt: skip
         ring: list[Any] = [1]
         ring.append((ring, [ring]))
         runs = 0
@@ -315,7 +338,10 @@ class Arguments(Case):
             self.assertIs(ring[1][1][0], ring)
             return t.sin().exp()
 
-        y = remat.checkpoint(f, x, dict(shared), [shared], ring, third={name: [each] for name, each in shared.items()})
+        y = remat.checkpoint(
+            f, x, dict(shared), [shared], ring,
+            third={name: [each] for name, each in shared.items()}
+        )
         gradient(y, x)
         self.assertEqual(runs, 2)
 
@@ -323,14 +349,18 @@ class Arguments(Case):
         x = leaf()
 
         def seconds(count: int) -> float:
-            for container in ([[i] for i in range(count)], [([i],) for i in range(count)], {i: {i: i} for i in range(count)}):
+            for container in (
+                [[i] for i in range(count)], [([i],) for i in range(count)],
+                {i: {i: i} for i in range(count)}
+            ):
                 begin = time.process_time()
                 gradient(remat.checkpoint(lambda t, _: t.sin().exp(), x, container), x)
                 total = time.process_time() - begin
             return total
 
         small = min(seconds(2000) for _ in range(3))
-        self.assertLess(seconds(64000), 150 * small)  # 32 times as many; all by all were a thousand times
+        # 32 times as many; all by all were a thousand times
+        self.assertLess(seconds(64000), 150 * small)
 
     def test_functions_that_write_to_their_arguments(self) -> None:
         x = leaf()
@@ -371,12 +401,15 @@ class Arguments(Case):
     def test_fast_weights_that_are_replaced_are_those_of_forward_or_an_error(self) -> None:
         x, first = leaf(seed=1), leaf(seed=2)
 
-        def after_two_steps(around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
-                            way: str) -> torch.Tensor:
+        def after_two_steps(
+            around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
+            way: str,
+        ) -> torch.Tensor:
             w, held = first, [first]
             try:
                 for _ in range(2):
-                    function = {"value": lambda t, w=w: (t * w).sin(), "closure": lambda t: (t * w).sin(),
+                    function = {"value": lambda t, w=w: (t * w).sin(),
+                                "closure": lambda t: (t * w).sin(),
                                 "list": lambda t: (t * held[0]).sin()}[way]  # fmt: skip
                     step, = torch.autograd.grad(around(function, x).sum(), w, create_graph=True)
                     w = held[0] = w - 0.1 * step
@@ -410,18 +443,25 @@ class Arguments(Case):
     def test_parameters_that_stood_in_around_forward_are_an_error(self) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-        others = {name: (each.detach() + 1).requires_grad_() for name, each in model.named_parameters()}
+        others = {
+            name: (each.detach() + 1).requires_grad_() for name, each in model.named_parameters()
+        }
         x = torch.randn(3, 8, requires_grad=True)
         remat.apply(model, names="0")
         y = torch.func.functional_call(model, others, (x,))
-        with self.assertRaisesRegex(remat.CheckpointError, "parameter 'weight' of Linear") as caught:
+        with self.assertRaisesRegex(
+            remat.CheckpointError, "parameter 'weight' of Linear"
+        ) as caught:
             gradient(y, x, retain_graph=True)
         self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
         remat.remove(model)
         plain = gradient(torch.func.functional_call(model, others, (x,)), x)
         with_others = lambda: gradient(y, x)  # noqa: E731
         for name, each in others.items():  # with them in place again the same backward is right
-            setattr(model.get_submodule(name.partition(".")[0]), name.partition(".")[2], torch.nn.Parameter(each.detach()))
+            setattr(
+                model.get_submodule(name.partition(".")[0]), name.partition(".")[2],
+                torch.nn.Parameter(each.detach())
+            )
         self.check_equal(with_others(), plain)
 
     def test_leaves_that_the_function_makes_are_equal_in_each_run(self) -> None:
@@ -434,7 +474,8 @@ class Arguments(Case):
 
             self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
 
-        def hooked(t: torch.Tensor) -> torch.Tensor:  # arguments that come back rounded are no other leaves
+        # arguments that come back rounded are no other leaves
+        def hooked(t: torch.Tensor) -> torch.Tensor:
             with remat.save_as(torch.bfloat16):
                 return remat.checkpoint(lambda each: each.sin().exp(), t)
 
@@ -442,10 +483,13 @@ class Arguments(Case):
 
 
 class Hooks(Case):
-    """What a function registers on tensors from outside is registered once, as plain execution does."""
+    """What a function registers on tensors from outside is registered once, as plain execution
+    does."""
 
-    def gradients(self, register: Callable[[torch.Tensor], object], is_argument: bool, around: Callable[..., torch.Tensor],
-                  times: int = 1) -> list[torch.Tensor]:
+    def gradients(
+        self, register: Callable[[torch.Tensor], object], is_argument: bool,
+        around: Callable[..., torch.Tensor], times: int = 1
+    ) -> list[torch.Tensor]:
         torch.manual_seed(0)
         w, x = leaf(), leaf()
 
@@ -482,8 +526,15 @@ class Hooks(Case):
             for is_argument in (False, True):
                 for times in (1, 2):
                     with self.subTest(name=name, is_argument=is_argument, times=times):
-                        self.assertTrue(all(map(torch.equal, self.gradients(register, is_argument, remat.checkpoint, times),
-                                                self.gradients(register, is_argument, plainly, times))))
+                        self.assertTrue(
+                            all(
+                                map(
+                                    torch.equal,
+                                    self.gradients(register, is_argument, remat.checkpoint, times),
+                                    self.gradients(register, is_argument, plainly, times),
+                                )
+                            )
+                        )
 
     def test_hooks_run_as_often_as_they_are_registered(self) -> None:
         w, x = leaf(), leaf()

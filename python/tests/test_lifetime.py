@@ -106,16 +106,23 @@ class Lifetime(Case):
             return "mm" in context.op_name
 
         theirs = functools.partial(upstream.checkpoint, use_reentrant=False)
-        selective = functools.partial(upstream.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        selective = functools.partial(
+            upstream.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        )
         yield lambda: gradient(remat.checkpoint(operators, remat.checkpoint(operators, x)), x)
-        yield lambda: gradient(remat.checkpoint(lambda t: (t.sin().exp().cos() + 1) * 2, x), x)  # stopped
-        yield lambda: gradient(remat.checkpoint(one, x, [object()], scale=2.0, name="kept", early_stop=False), x)
+        # stopped
+        yield lambda: gradient(remat.checkpoint(lambda t: (t.sin().exp().cos() + 1) * 2, x), x)
+        yield lambda: gradient(
+            remat.checkpoint(one, x, [object()], scale=2.0, name="kept", early_stop=False), x
+        )
         yield lambda: remat.checkpoint(one, x, {"any": object()}).detach()  # no backward
         yield lambda: failed(failing, LookupError)
         yield lambda: failed(other, remat.CheckpointError)
         yield lambda: gradient(remat.checkpoint(inner, x, policy=remat.save_matmuls()), x)
         yield lambda: gradient(remat.checkpoint(one, x, policy=keeps), x)
-        yield lambda: gradient(remat.checkpoint(one, x, policy=remat.Policy(keeps, ask_again=True)), x)
+        yield lambda: gradient(
+            remat.checkpoint(one, x, policy=remat.Policy(keeps, ask_again=True)), x
+        )
 
         def installed() -> None:
             with remat.installed():
@@ -140,10 +147,14 @@ class Lifetime(Case):
             self.assertLess(sys.getallocatedblocks() - blocks, 300, f"step {number}")
             self.assertLess(len(gc.get_objects()) - objects, 50, f"step {number}")
 
-    @unittest.skipIf(SLOWNESS > 1, "looks at every object of the process, for which a sanitizer takes many minutes")
+    @unittest.skipIf(
+        SLOWNESS > 1,
+        "looks at every object of the process, for which a sanitizer takes many minutes",
+    )
     def test_every_reference_is_given_back(self) -> None:
         def total() -> int:
-            """The sum of all reference counts: of what the collector knows, and of what that refers to."""
+            """The sum of all reference counts: of what the collector knows, and of what that refers
+            to."""
             gc.collect()
             known = {id(each): each for each in gc.get_objects()}
             for each in [child for each in known.values() for child in gc.get_referents(each)]:

@@ -1,4 +1,5 @@
-"""`measure` and `fit` leave a program as it was: attributes, buffers, gradients, hooks, generators."""
+"""`measure` and `fit` leave a program as it was: attributes, buffers, gradients, hooks,
+generators."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
@@ -51,7 +53,9 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.conv1, self.conv2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
@@ -93,7 +97,9 @@ def plain(function: Run, *args: Any) -> Any:
     return function(*args)
 
 
-def train(make: Callable[[Run], nn.Module], run: Run, batch: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+def train(
+    make: Callable[[Run], nn.Module], run: Run, batch: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = make(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -167,7 +173,9 @@ class Models(Case):
             import transformers
         except ImportError:
             self.skipTest("no transformers")
-        config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=32, n_positions=32)
+        config = transformers.GPT2Config(
+            n_layer=3, n_head=2, n_embd=16, vocab_size=32, n_positions=32
+        )
 
         def losses(checkpointing: bool) -> list[torch.Tensor]:
             torch.manual_seed(1)
@@ -204,7 +212,8 @@ def model(run):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(),
+                                                      nn.Dropout(0.1)) for _ in range(4))
         def forward(self, x):
             for layer in self.layers:
                 x = run(layer, x)
@@ -216,7 +225,8 @@ def worker(rank, path):
     dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
     remat.install()
     found = []
-    ways = [lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False), lambda f, x: remat.checkpoint(f, x)]
+    ways = [lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False), lambda f,
+            x: remat.checkpoint(f, x)]
     for run in ways:
         net = nn.parallel.DistributedDataParallel(model(run))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -234,7 +244,8 @@ def worker(rank, path):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
-        processes = [context.Process(target=worker, args=(rank, folder + "/store")) for rank in range(2)]
+        processes = [context.Process(target=worker,
+                                     args=(rank, folder + "/store")) for rank in range(2)]
         for each in processes: each.start()
         for each in processes: each.join()
         print("exit", [each.exitcode for each in processes])
@@ -253,7 +264,8 @@ class Net(nn.Module):
     def __init__(self, run):
         super().__init__()
         self.run = run
-        layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
+        layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1),
+                                      nn.Linear(16, 8))
         self.layers = nn.ModuleList(layer() for _ in range(4))
     def forward(self, x):
         for layer in self.layers:
@@ -298,7 +310,8 @@ def worker(rank, path):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
-        processes = [context.Process(target=worker, args=(rank, folder + "/store")) for rank in range(2)]
+        processes = [context.Process(target=worker,
+                                     args=(rank, folder + "/store")) for rank in range(2)]
         for each in processes: each.start()
         for each in processes: each.join()
         print("exit", [each.exitcode for each in processes])

@@ -1,5 +1,5 @@
-"""Regions with native policies beside what looks at the stack of dispatch modes: each program in a process of its own,
-which must come to its end, with the gradients that it has without a region."""
+"""Regions with native policies beside what looks at the stack of dispatch modes: each program in a
+process of its own, which must come to its end, with the gradients that it has without a region."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import remat
 from common import Case, leaf, run_script, whole
 
-# The program defines `f`, and perhaps `inputs`, of which the last is captured, and `values_of` a gradient. Natively a
-# second backward works.
+# The program defines `f`, and perhaps `inputs`, of which the last is captured, and `values_of` a
+# gradient. Natively a second backward works.
 FRAME = """
 import functools, sys
 import torch
@@ -35,7 +35,8 @@ context_fn = functools.partial(create_selective_checkpoint_contexts, OPS)
 ways = {{
     "plain": f,
     "own": lambda *args: remat.checkpoint(f, *args, policy=remat.save_ops(OPS)),
-    "values": lambda *args: remat.checkpoint(f, *args, policy=remat.save_ops(OPS), determinism_check="values"),
+    "values": lambda *args: remat.checkpoint(f, *args, policy=remat.save_ops(OPS),
+                                             determinism_check="values"),
     "drop-in": lambda *args: checkpoint(f, *args, use_reentrant=False, context_fn=context_fn),
 }}
 found = {{}}
@@ -63,7 +64,8 @@ class Sized(torch.Tensor):
     @staticmethod
     def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad,
+            cls, inner.shape, dtype=inner.dtype, device=inner.device,
+            requires_grad=inner.requires_grad,
             dispatch_sizes_strides_policy="sizes", dispatch_device=True, dispatch_layout=True,
         )
 
@@ -92,14 +94,17 @@ class Sized(torch.Tensor):
 class Modes(Case):
     def check(self, program: str) -> None:
         ended = run_script(FRAME.format(program=textwrap.dedent(program)))
-        self.assertEqual((ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["the same"]), ended.stdout)
+        self.assertEqual(
+            (ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["the same"]), ended.stdout
+        )
 
     def test_tensors_whose_class_answers_for_sizes(self) -> None:
         self.check(
             WRAPPER
             + textwrap.dedent("""
                 inputs = [Sized(torch.randn(4, 4)).requires_grad_(), w]
-                values_of = lambda gradient: gradient.inner if isinstance(gradient, Sized) else gradient
+                values_of = lambda gradient: (
+                    gradient.inner if isinstance(gradient, Sized) else gradient)
                 def f(x):
                     y = (x @ w).sin() * x.shape[0]
                     return ((y @ w) * y.stride(0)).sin().view(4, 4)
@@ -146,7 +151,8 @@ for make, parts_of in parts.items():
     for i, f in enumerate(functions):
         plain = make()
         f(plain).sum().backward()
-        for policy in (None, remat.save_names(["a"]), remat.save_all_but_names([]), lambda question: True):
+        for policy in (None, remat.save_names(["a"]), remat.save_all_but_names([]),
+                       lambda question: True):
             x = make()
             y = remat.checkpoint(f, x, policy=policy).sum()
             for _ in range(2):
@@ -155,7 +161,9 @@ for make, parts_of in parts.items():
                     assert torch.equal(found, wanted), (make, i, policy)
 print("over")
 """)
-        self.assertEqual((ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["over"]), ended.stdout)
+        self.assertEqual(
+            (ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["over"]), ended.stdout
+        )
 
     @whole
     def test_jagged_tensors(self) -> None:
@@ -170,7 +178,8 @@ print("over")
     def test_nested_tensors(self) -> None:
         self.check("""
             values_of = lambda gradient: torch.cat([each.flatten() for each in gradient.unbind()])
-            inputs = [torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], requires_grad=True), w]
+            inputs = [torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)],
+                                                 requires_grad=True), w]
             f = lambda x: torch.nested.to_padded_tensor(torch.nn.functional.linear(x, w), 0.0).sin()
             """)
 
@@ -226,9 +235,13 @@ print("over")
             torch.manual_seed(3)
             y = remat.checkpoint(region, x)
             for _ in range(2):
-                found = torch.autograd.grad(y, x, directions, is_grads_batched=True, retain_graph=True)
+                found = torch.autograd.grad(
+                    y, x, directions, is_grads_batched=True, retain_graph=True
+                )
                 self.check_equal(found, expected)
-            found = torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(directions)
+            found = torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(
+                directions
+            )
             self.check_equal(found, expected)
 
     def test_vmap_and_grad_inside(self) -> None:
@@ -241,7 +254,8 @@ print("over")
     def test_other_modes_inside(self) -> None:
         self.check("""
             from torch.utils._python_dispatch import (
-                _disable_current_modes, _get_current_dispatch_mode, _get_current_dispatch_mode_stack,
+                _disable_current_modes, _get_current_dispatch_mode,
+                _get_current_dispatch_mode_stack,
             )
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -283,7 +297,8 @@ print("over")
                 y = torch.ops.higher_order.wrap(lambda t: (t @ w).sin(), x)
                 z = torch.cond(y.sum() > 100, lambda t: t.cos(), lambda t: (t @ t).sin(), (y,))
                 with torch.no_grad():
-                    count = torch.while_loop(lambda i: i < 3, lambda i: (i + 1,), (torch.zeros((), dtype=torch.long),))[0]
+                    count = torch.while_loop(lambda i: i < 3, lambda i: (i + 1,),
+                                             (torch.zeros((), dtype=torch.long),))[0]
                 return (z @ w).sin() * count
             """)
 
@@ -294,7 +309,9 @@ print("over")
             queries = torch.randn(1, 2, 16, 8)
             def f(x):
                 with torch.no_grad():
-                    attended = flex_attention(queries, queries, queries, score_mod=lambda score, b, h, q, k: score + q - k)
+                    attended = flex_attention(
+                        queries, queries, queries,
+                        score_mod=lambda score, b, h, q, k: score + q - k)
                 return ((x @ w).sin() @ w).sin() * attended.sum()
             """)
 
@@ -332,7 +349,8 @@ print("over")
     def test_distributed_tensors(self) -> None:
         self.check("""
             import torch.distributed as dist
-            from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+            from torch.distributed.tensor import Replicate, Shard
+            from torch.distributed.tensor import distribute_tensor, init_device_mesh
             dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
             mesh = init_device_mesh("cpu", (1,))
             values_of = lambda gradient: gradient.to_local()

@@ -1,4 +1,5 @@
-"""Modules that are regions: gradients, buffers, names, copies; and which modules of a tree a choice means."""
+"""Modules that are regions: gradients, buffers, names, copies; and which modules of a tree a choice
+means."""
 
 from __future__ import annotations
 
@@ -201,7 +202,9 @@ class Modules(Case):
         call()  # type: ignore[operator]
         return remat.counters()["frames_created"] - before
 
-    def test_a_checkpointed_module_trains_as_without_and_its_running_statistics_move_once(self) -> None:
+    def test_a_checkpointed_module_trains_as_without_and_its_running_statistics_move_once(
+        self,
+    ) -> None:
         for norm in (False, True):
             plain, net = made(norm), made(norm)
             applied = remat.apply(net, types=Block)
@@ -259,10 +262,14 @@ class Modules(Case):
 
     def test_buffers_ignored_move_twice_and_unknown_ones_are_warned_of(self) -> None:
         block = Block(norm=True)
-        remat.checkpoint(block, torch.randn(6, 8, requires_grad=True), buffers="ignore").sum().backward()
+        remat.checkpoint(
+            block, torch.randn(6, 8, requires_grad=True), buffers="ignore"
+        ).sum().backward()
         self.assertEqual(int(block.norm.num_batches_tracked), 2)
         with self.assertWarnsRegex(UserWarning, "a batch norm in training mode ran in a region"):
-            remat.checkpoint(lambda x: block(x), torch.randn(6, 8, requires_grad=True)).sum().backward()
+            remat.checkpoint(
+                lambda x: block(x), torch.randn(6, 8, requires_grad=True)
+            ).sum().backward()
 
     def test_skip_batch_norm_runs_plainly(self) -> None:
         block = remat.Checkpointed(Block(norm=True), buffers="skip_batch_norm")
@@ -336,7 +343,9 @@ class Modules(Case):
         plain, net = made(True), made(True)
         remat.apply(net, names="layers.*|list.*")
         self.assertEqual(list(net.state_dict()), list(plain.state_dict()))
-        self.assertEqual([name for name, _ in net.named_modules()], [name for name, _ in plain.named_modules()])
+        self.assertEqual(
+            [name for name, _ in net.named_modules()], [name for name, _ in plain.named_modules()]
+        )
         self.assertEqual(str(net), str(plain))
         self.assertIsInstance(net.layers[0], Block)
         self.assertIs(remat.plain_class(net.layers[0]), Block)
@@ -344,7 +353,9 @@ class Modules(Case):
         net.load_state_dict(plain.state_dict())
         import inspect
 
-        self.assertEqual(inspect.signature(net.layers[0].forward), inspect.signature(plain.layers[0].forward))
+        self.assertEqual(
+            inspect.signature(net.layers[0].forward), inspect.signature(plain.layers[0].forward)
+        )
 
     def test_copies_and_pickles_are_regions_of_their_own(self) -> None:
         net = made(True)
@@ -407,7 +418,9 @@ class Modules(Case):
         other = remat.Checkpointed(Own())
         self.assertTrue(torch.equal(other(x), other.linear(x).cos()))
         plain = torch.autograd.grad(module.linear(x).sin().sum(), module.linear.weight)[0]
-        self.assertTrue(torch.equal(torch.autograd.grad(before.sum(), module.linear.weight)[0], plain))
+        self.assertTrue(
+            torch.equal(torch.autograd.grad(before.sum(), module.linear.weight)[0], plain)
+        )
 
     def test_parametrizations_come_and_go(self) -> None:
         from torch.nn.utils import parametrizations, parametrize
@@ -415,7 +428,9 @@ class Modules(Case):
         def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
             runs = remat.counters()["recomputes"]
             found = list(torch.autograd.grad(module(x).sin().sum(), list(module.parameters())))
-            self.assertEqual(remat.counters()["recomputes"] - runs, 1 if remat.is_checkpointed(module) else 0)
+            self.assertEqual(
+                remat.counters()["recomputes"] - runs, 1 if remat.is_checkpointed(module) else 0
+            )
             return found
 
         x = torch.randn(3, 8)
@@ -457,16 +472,25 @@ class Modules(Case):
 
         self.assertEqual(chosen(names="layers.*"), ["layers.0", "layers.1", "layers.2"])
         self.assertEqual(chosen(names="l*"), ["layers", "list"])
-        self.assertEqual(chosen(names="layers.0**"), ["layers.0", "layers.0.linear", "layers.0.norm", "layers.0.dropout"])
+        self.assertEqual(
+            chosen(names="layers.0**"),
+            ["layers.0", "layers.0.linear", "layers.0.norm", "layers.0.dropout"],
+        )
         self.assertEqual(chosen(names="li?t.1"), ["list.1"])
         self.assertEqual(chosen(names=["layers.1", "list.1"]), ["layers.1", "list.1"])
         self.assertEqual(chosen(types=Wide), ["layers.2"])
         self.assertEqual(chosen(types="Block"), ["layers.0", "layers.1", "list.0", "list.1"])
         self.assertEqual(chosen(types=Block, every=2), ["layers.0", "layers.2", "list.1"])
-        self.assertEqual(chosen(types=[Wide, "torch.nn.modules.linear.Linear"], names="stem|layers.*"), ["stem", "layers.2"])
+        self.assertEqual(
+            chosen(types=[Wide, "torch.nn.modules.linear.Linear"], names="stem|layers.*"),
+            ["stem", "layers.2"],
+        )
         self.assertEqual(chosen(types="Net"), [""])
         self.assertEqual(chosen("every=2,name=layers.*,type=Block|Wide"), ["layers.0", "layers.2"])
-        self.assertEqual(chosen(predicate=lambda path, module: path.endswith("1") and isinstance(module, Block)), ["layers.1", "list.1"])
+        self.assertEqual(
+            chosen(predicate=lambda path, module: path.endswith("1") and isinstance(module, Block)),
+            ["layers.1", "list.1"],
+        )
 
     def test_wrong_choices(self) -> None:
         for text, cause in {
@@ -547,7 +571,10 @@ class SaveRegion(Case):
             kept = remat.save_region(kernel, x * 2)
             return (kept["sin"] * kept["more"][0]).exp() * kept["more"][1]
 
-        x, y = (torch.randn(9, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+        x, y = (
+            torch.randn(9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for _ in range(2)
+        )
         function(x).sum().backward()
         runs.clear()
         remat.checkpoint(function, y).sum().backward()
@@ -559,14 +586,17 @@ class SaveRegion(Case):
             raise KeyError("here")
 
         with self.assertRaisesRegex(KeyError, "here"):
-            remat.checkpoint(lambda x: remat.save_region(broken, x), torch.ones(2, requires_grad=True))
+            remat.checkpoint(
+                lambda x: remat.save_region(broken, x), torch.ones(2, requires_grad=True)
+            )
         with self.assertRaises(KeyError):
             remat.save_region(broken, torch.ones(2))
         self.assertEqual(remat.save_region(lambda a, b=2: a + b, 1), 3)
 
 
 class Parts(nn.Module):
-    """Calls its first block as a module, of the second one the parts, of the third one its class's forward."""
+    """Calls its first block as a module, of the second one the parts, of the third one its class's
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -586,7 +616,8 @@ class Unused(Case):
         model, x = Parts(), torch.ones(2, 4)
         remat.apply(model, names="blocks.*")
         result = model(x)
-        self.assertEqual(self.unused(model, result), ["blocks.1", "blocks.2"])  # the fourth is in no graph
+        # the fourth is in no graph
+        self.assertEqual(self.unused(model, result), ["blocks.1", "blocks.2"])
         found = remat.unused_regions(model, result.sum())[0]
         self.assertEqual(found.type, "Sequential")
         self.assertIn("blocks.1", found.cure)
@@ -611,10 +642,12 @@ class Unused(Case):
             model = Parts()
             remat.apply(model, names="blocks.0")
             reach(model)
-            result = nn.Sequential.forward(model.blocks[0], torch.ones(2, 4))  # type: ignore[arg-type]
+            block = model.blocks[0]
+            result = nn.Sequential.forward(block, torch.ones(2, 4))  # type: ignore[arg-type]
             self.assertEqual(self.unused(model, result), [] if is_reached else ["blocks.0"])
             again = copy.deepcopy(model)
-            result = nn.Sequential.forward(again.blocks[0], torch.ones(2, 4))  # type: ignore[arg-type]
+            block = again.blocks[0]
+            result = nn.Sequential.forward(block, torch.ones(2, 4))  # type: ignore[arg-type]
             self.assertEqual(self.unused(again, result), ["blocks.0"])
             again = pickle.loads(pickle.dumps(model))
             self.assertTrue(remat.is_checkpointed(again.blocks[0]))

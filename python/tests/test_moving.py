@@ -1,4 +1,5 @@
-"""Plans that move what stages and regions save to where it waits: measured, solved, run and fitted."""
+"""Plans that move what stages and regions save to where it waits: measured, solved, run and
+fitted."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def region_lists(first: int, last: int) -> Iterator[list[tuple[int, int]]]:
         return
     yield from region_lists(first + 1, last)
     for end in range(first, last):
-        for inside, rest in itertools.product(region_lists(first, end), region_lists(end + 1, last)):
+        for inside, rest in itertools.product(
+            region_lists(first, end), region_lists(end + 1, last)
+        ):
             yield [(first, end), *inside, *rest]
 
 
@@ -86,14 +89,20 @@ def blocks(number: int) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(number)), Loss())
 
 
-def step(net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+def step(
+    net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> list[torch.Tensor]:
     """Loss, gradients and buffers."""
     torch.manual_seed(5)
     for each in net.parameters():
         each.grad = torch.zeros_like(each)
     loss = run(x)
     loss.backward()
-    return [loss.detach(), *(each.grad for each in net.parameters()), *(b.clone() for b in net.buffers())]  # type: ignore[misc]
+    return [
+        loss.detach(),
+        *(each.grad for each in net.parameters()),  # type: ignore[misc]
+        *(b.clone() for b in net.buffers()),
+    ]
 
 
 class Moving(Case):
@@ -106,9 +115,14 @@ class Moving(Case):
         self.stages = various_stages()
         self.x = leaf(ELEMENTS)
 
-    def run_plan(self, text: str, x: Optional[torch.Tensor] = None, stages: Optional[Stages] = None) -> torch.Tensor:
+    def run_plan(
+        self, text: str, x: Optional[torch.Tensor] = None, stages: Optional[Stages] = None
+    ) -> torch.Tensor:
         plan = remat.Plan.parse(text)
-        return remat.run(plan, self.stages if stages is None else stages, self.x if x is None else x, moving=self.moving)
+        return remat.run(
+            plan, self.stages if stages is None else stages, self.x if x is None else x,
+            moving=self.moving
+        )
 
     def test_text_and_values(self) -> None:
         plan = remat.Plan.parse("[mv[1] mv[ck[2]] 3]")
@@ -131,12 +145,18 @@ class Moving(Case):
             lambda t: t.square().sum(),
         ]
         self.assertIsNone(remat.measure(stages, self.x, repeats=1).moving)
-        cost = remat.measure(stages, self.x, repeats=2, moving=remat.MoveOptions(directory=str(self.directory)))
+        cost = remat.measure(
+            stages, self.x, repeats=2, moving=remat.MoveOptions(directory=str(self.directory))
+        )
         assert cost.moving is not None
         self.assertGreater(min(cost.moving), 0)
         self.assertEqual([each.movable_bytes for each in cost.stages], [BYTES, 0, 0, 0])
-        self.assertEqual([each.has_movable_output for each in cost.stages], [True, True, False, False])
-        for other in (copy.deepcopy(cost), pickle.loads(pickle.dumps(cost)), remat.ChainCost(*cost)):
+        self.assertEqual(
+            [each.has_movable_output for each in cost.stages], [True, True, False, False]
+        )
+        for other in (
+            copy.deepcopy(cost), pickle.loads(pickle.dumps(cost)), remat.ChainCost(*cost)
+        ):
             self.assertEqual(other, cost)
             self.assertEqual(remat.solve(other).points, remat.solve(cost).points)
 
@@ -158,7 +178,10 @@ class Moving(Case):
 
     def test_modules_with_random_numbers_and_running_statistics(self) -> None:
         plain, net, x = blocks(4), blocks(4), torch.randn(256, 64)
-        for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[ck[2] 3]] 4 5]", "[mv[ck[1]] 2 mv[ck[3]] ck[4] 5]"):
+        for text in (
+            "[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[ck[2] 3]] 4 5]",
+            "[mv[ck[1]] 2 mv[ck[3]] ck[4] 5]"
+        ):
             plan = remat.Plan.parse(text)
             found = step(net, lambda x: remat.run(plan, net, x, moving=self.moving), x)
             self.check_equal(found, step(plain, plain, x), text)
@@ -184,12 +207,17 @@ class Moving(Case):
         with remat.Recorder() as recorder:
             for _ in range(2):
                 plan = remat.Plan.parse("[mv[1] mv[2] mv[ck[3]] 4 5]")
-                stages = [self.stages[0], lambda t: t.sin().cos(), lambda t: t.exp().sin(), *self.stages[3:]]
+                stages = [
+                    self.stages[0], lambda t: t.sin().cos(), lambda t: t.exp().sin(),
+                    *self.stages[3:]
+                ]
                 remat.run(plan, stages, self.x, moving=self.moving).backward()
         moves = recorder.report().moves
         self.assertEqual([each.name for each in moves], ["stage 1", "stage 2", "stage 3"])
         for each, values in zip(moves, (1, 2, 1)):  # stage 2: its input, and a value
-            self.assertEqual((each.moves, each.bytes_moved), (2 * values, 2 * values * BYTES), each.name)
+            self.assertEqual(
+                (each.moves, each.bytes_moved), (2 * values, 2 * values * BYTES), each.name
+            )
             self.assertEqual(each.bytes_loaded, each.loads * BYTES, each.name)
             self.assertGreaterEqual(each.loads, each.loads_ahead)
             self.assertGreater(each.wait_s, 0)
@@ -199,11 +227,15 @@ class Moving(Case):
     def test_inside_of_a_region_and_under_guards(self) -> None:
         text = "[mv[1] mv[ck[2]] mv[ck[3]] 4 5]"
         expected = gradient(self.run_plan("[1 2 3 4 5]"), self.x)
-        self.check_equal(gradient(remat.checkpoint(lambda t: self.run_plan(text, t), self.x), self.x), expected)
+        self.check_equal(
+            gradient(remat.checkpoint(lambda t: self.run_plan(text, t), self.x), self.x), expected
+        )
         with remat.save_on_disk(self.directory, min_bytes=0):
             self.check_equal(gradient(self.run_plan(text), self.x), expected)
         packed: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (packed.append(t), t)[1], lambda t: t
+        ):
             y = self.run_plan(text)
         self.assertGreater(len(packed), 0)
         self.check_equal(gradient(y, self.x), expected)
@@ -212,7 +244,10 @@ class Moving(Case):
         # Stages that return what they are given: no hook stays on the caller's tensor.
         stages = [lambda t: t, lambda t: t, *self.stages]
         for _ in range(3):
-            self.check_equal(gradient(self.run_plan("[mv[1] mv[2] mv[3] 4 5 6 7]", stages=stages), self.x), expected)
+            self.check_equal(
+                gradient(self.run_plan("[mv[1] mv[2] mv[3] 4 5 6 7]", stages=stages), self.x),
+                expected,
+            )
         self.assertFalse(self.x._backward_hooks)
 
     def test_what_moves_and_is_changed_in_place_raises_in_backward(self) -> None:
@@ -244,7 +279,8 @@ class Moving(Case):
                 else:
                     self.fail("nothing was raised")
         with self.assertRaisesRegex(TypeError, "stage 2 returned"):
-            self.run_plan("[mv[1] mv[2] 3]", stages=[torch.sin, lambda t: 3, torch.sum])  # type: ignore[list-item,return-value]
+            self.run_plan("[mv[1] mv[2] 3]", stages=[
+                torch.sin, lambda t: 3, torch.sum])  # type: ignore[list-item,return-value]
         runs: list[int] = []
 
         def raises_later(t: torch.Tensor) -> torch.Tensor:
@@ -280,11 +316,20 @@ class Moving(Case):
         with self.assertRaisesRegex(ValueError, "remat.simulate: the plan moves items, but the "
                                                 "chain has no ChainCost\.moving"):
             remat.simulate(cost, plan)
-        for moves, text in ((remat.MoveCost(held_up_share=-1.5), "held_up_share"), (remat.MoveCost(-1), "store_s_per_byte")):
-            with self.assertRaisesRegex(ValueError, rf"remat.solve: MoveCost\.{text} must be finite and at least 0, got -1"):
+        for moves, text in (
+            (remat.MoveCost(held_up_share=-1.5), "held_up_share"),
+            (remat.MoveCost(-1), "store_s_per_byte"),
+        ):
+            with self.assertRaisesRegex(
+                ValueError, rf"remat.solve: MoveCost\.{text} must be finite and at least 0, got -1"
+            ):
                 remat.solve(cost._replace(moving=moves))
-        stages = (cost.stages[0]._replace(movable_bytes=cost.stages[0].saved_bytes + 1), *cost.stages[1:])
-        with self.assertRaisesRegex(ValueError, "movable_bytes of stage 1 must be at least 0 and at most its saved_bytes"):
+        stages = (
+            cost.stages[0]._replace(movable_bytes=cost.stages[0].saved_bytes + 1), *cost.stages[1:]
+        )
+        with self.assertRaisesRegex(
+            ValueError, "movable_bytes of stage 1 must be at least 0 and at most its saved_bytes"
+        ):
             remat.solve(cost._replace(stages=stages, moving=remat.MoveCost()))
 
     def test_fit_moves_where_that_takes_less_time_than_recomputing_more_often(self) -> None:
@@ -295,7 +340,8 @@ class Moving(Case):
         measured = remat.fit(chain, self.x, budget, **settings)  # type: ignore[arg-type]
         self.assertLessEqual(measured.measured_bytes, budget)
         self.assertIn("copies of 1,000,000 bytes", str(measured))
-        # What copies take here depends on what else the machine does: say that they take next to nothing.
+        # What copies take here depends on what else the machine does: say that they take next to
+        # nothing.
         cost = measured.cost._replace(moving=remat.MoveCost(1e-15, 1e-15, 0.1))
         fitted = remat.fit(chain, self.x, budget, cost=cost, **settings)  # type: ignore[arg-type]
         self.assertNotEqual(fitted.plan.moved, [])
@@ -303,7 +349,10 @@ class Moving(Case):
         self.assertLessEqual(fitted.measured_bytes, budget)
         self.assertRegex(str(fitted), "input moved, recomputed|  moved\n")
         self.assertIs(fitted.moving, self.moving)
-        self.check_equal(gradient(fitted(self.x), self.x), gradient(remat.run(remat.Plan(7), chain, self.x), self.x))
+        self.check_equal(
+            gradient(fitted(self.x), self.x),
+            gradient(remat.run(remat.Plan(7), chain, self.x), self.x),
+        )
         staying = remat.fit(chain, self.x, budget, cost=cost)
         self.assertEqual((staying.plan.moved, staying.cost.moving), ([], None))
 
@@ -311,8 +360,12 @@ class Moving(Case):
         plain, net, x = blocks(4), blocks(4), torch.randn(256, 64)
         for each in net.parameters():
             each.grad = torch.zeros_like(each)
-        cost = remat.measure(net, x, repeats=1, moving=self.moving)._replace(moving=remat.MoveCost(1e-15, 1e-15, 0.1))
-        budget = remat.simulate(cost, remat.Plan.parse("[mv[1] mv[2] mv[3] mv[4] 5]")).peak_bytes + BYTES
+        cost = remat.measure(net, x, repeats=1, moving=self.moving)._replace(
+            moving=remat.MoveCost(1e-15, 1e-15, 0.1)
+        )
+        budget = (
+            remat.simulate(cost, remat.Plan.parse("[mv[1] mv[2] mv[3] mv[4] 5]")).peak_bytes + BYTES
+        )
         fitted = remat.fit(net, x, budget, cost=cost, moving=self.moving)
         self.assertNotEqual(fitted.plan.moved, [])
         wanted = step(plain, plain, x)
@@ -376,7 +429,8 @@ class Moving(Case):
         self.assertEqual(found, [True] * 40)
 
     def test_memory_that_python_frees(self) -> None:
-        # It is freed where it was written to the file, by a thread that needs the interpreter's lock for that.
+        # It is freed where it was written to the file, by a thread that needs the interpreter's
+        # lock for that.
         ended = run_script(
             """
 import array, sys, tempfile, threading, torch, remat
@@ -387,7 +441,8 @@ x = torch.ones(N, requires_grad=True)
 with tempfile.TemporaryDirectory() as folder:
     for _ in range(10):
         plan = remat.Plan.parse("[mv[1] mv[2] 3 4]")
-        loss = remat.run(plan, [scaled, scaled, torch.sin, torch.sum], x, moving=remat.MoveOptions(folder))
+        loss = remat.run(plan, [scaled, scaled, torch.sin, torch.sum], x,
+                         moving=remat.MoveOptions(folder))
         (found,) = torch.autograd.grad(loss, x)
 assert torch.equal(found, torch.cos(torch.full((N,), 4.0)) * 4)
 print("over")

@@ -1,4 +1,5 @@
-"""What is changed in place around a region: under torch's allow_mutation_on_saved_tensors, and in regions inside."""
+"""What is changed in place around a region: under torch's allow_mutation_on_saved_tensors, and in
+regions inside."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def weights() -> torch.Tensor:
     return torch.linspace(0.1, 1.0, 16).reshape(4, 4).requires_grad_()
 
 
-# ---- programs, which plain autograd runs under allow_mutation_on_saved_tensors -------------------------------
+# ---- programs, which plain autograd runs under allow_mutation_on_saved_tensors -------------------
 
 
 def argument_after_the_call(call: Call, w: torch.Tensor) -> torch.Tensor:
@@ -123,12 +124,15 @@ def nested(call: Call, w: torch.Tensor) -> torch.Tensor:
 
 class Failing(Case):
     def tearDown(self) -> None:
-        torch.ones((), requires_grad=True).sin().backward()  # till then the engine holds a backward that has failed
+        # till then the engine holds a backward that has failed
+        torch.ones((), requires_grad=True).sin().backward()
         super().tearDown()
 
 
 class AllowMutation(Failing):
-    def gradients(self, program: Callable[[Call, torch.Tensor], torch.Tensor], call: Call) -> list[torch.Tensor]:
+    def gradients(
+        self, program: Callable[[Call, torch.Tensor], torch.Tensor], call: Call
+    ) -> list[torch.Tensor]:
         w = weights()
         with allow_mutation_on_saved_tensors():
             loss = program(call, w)
@@ -137,7 +141,8 @@ class AllowMutation(Failing):
 
     def test_what_is_the_same_as_without_a_region(self) -> None:
         for program in (
-            argument_after_the_call, inside, argument_inside, result_after_the_call, argument_of_the_next_region
+            argument_after_the_call, inside, argument_inside, result_after_the_call,
+            argument_of_the_next_region
         ):  # fmt: skip
             expected = self.gradients(program, plain)
             for call in (remat.checkpoint, copying, selective, drop_in):
@@ -159,7 +164,8 @@ class AllowMutation(Failing):
                     self.assertEqual(caught.exception.kind, kind)
 
     def test_a_region_that_copies_is_right_where_torch_is_not(self) -> None:
-        # The scope looks for what shares memory by the address where a tensor begins, and misses a[1].
+        # The scope looks for what shares memory by the address where a tensor begins, and misses
+        # a[1].
         w = weights()
         right = torch.autograd.grad(w[:2].sin().exp().sum(), w)
         self.check_equal(self.gradients(view_of_an_argument, copying), [*right, *right])
@@ -169,7 +175,9 @@ class AllowMutation(Failing):
         for call in (plain, remat.checkpoint, drop_in):
             with allow_mutation_on_saved_tensors():
                 loss = argument_after_the_call(call, weights())
-            with self.assertRaisesRegex(AssertionError, "outside of the 'allow_mutation_on_saved_tensors'"):
+            with self.assertRaisesRegex(
+                AssertionError, "outside of the 'allow_mutation_on_saved_tensors'"
+            ):
                 loss.backward()
 
     def test_a_scope_of_the_function_s_own(self) -> None:
@@ -189,17 +197,21 @@ class AllowMutation(Failing):
             self.check_equal(of(call), of(plain))
 
 
-# ---- functions of regions inside that write to their argument ------------------------------------------------
+# ---- functions of regions inside that write to their argument ------------------------------------
 
 
 class RegionsInside(Failing):
-    """Plain autograd runs these. Upstream's recompute of the inner region begins with what it has written."""
+    """Plain autograd runs these. Upstream's recompute of the inner region begins with what it has
+    written."""
 
     FUNCTIONS = (
-        lambda t: (t.mul_(2) @ t.cos()).sin(), lambda t: t.add_(1).sin(), lambda t: t.sigmoid_() @ t.detach(),
+        lambda t: (t.mul_(2) @ t.cos()).sin(), lambda t: t.add_(1).sin(),
+        lambda t: t.sigmoid_() @ t.detach(),
     )  # fmt: skip
 
-    def gradient(self, outer: Call, inner: Call, function: Function, before: Function) -> torch.Tensor:
+    def gradient(
+        self, outer: Call, inner: Call, function: Function, before: Function
+    ) -> torch.Tensor:
         w = weights()
         outer(lambda x: inner(function, before(x)).sin(), w).sum().backward()
         assert w.grad is not None
@@ -216,7 +228,8 @@ class RegionsInside(Failing):
     def test_without_one_the_error_says_how(self) -> None:
         for function in self.FUNCTIONS:
             for outer, inner in (
-                (remat.checkpoint, remat.checkpoint), (remat.checkpoint, selective), (drop_in, selective_drop_in),
+                (remat.checkpoint, remat.checkpoint), (remat.checkpoint, selective),
+                (drop_in, selective_drop_in),
                 (selective, remat.checkpoint),
             ):  # fmt: skip
                 with self.subTest(outer=outer, inner=inner):
@@ -224,8 +237,13 @@ class RegionsInside(Failing):
                         self.gradient(outer, inner, function, torch.sin)
                     self.assertEqual(caught.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
                     text = str(caught.exception)
-                    self.assertIn("as an argument of an inner region, is at version 1; expected version 0", text)
-                    self.assertIn("the function of the inner region writes to its own argument", text)
+                    self.assertIn(
+                        "as an argument of an inner region, is at version 1; expected version 0",
+                        text,
+                    )
+                    self.assertIn(
+                        "the function of the inner region writes to its own argument", text
+                    )
                     self.assertIn('Hint: set input_mode="copy_on_write" of the inner region', text)
                     self.assertNotIn("plain autograd refuses", text)
 
@@ -246,8 +264,8 @@ class Neuron(torch.nn.Module):
 
 
 class StateWithHistory(Case):
-    """A member that each call assigns anew is put back where it had no history, and found changed where it had;
-    the drop-in recomputes with it, as upstream does."""
+    """A member that each call assigns anew is put back where it had no history, and found changed
+    where it had; the drop-in recomputes with it, as upstream does."""
 
     def gradient(self, call: Call, times: int = 1) -> torch.Tensor:
         neuron, x = Neuron(), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
@@ -265,7 +283,8 @@ class StateWithHistory(Case):
             self.gradient(remat.checkpoint, times=2)
         self.assertEqual(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
         self.assertIn("made by AddBackward0 after forward began", str(caught.exception))
-        torch.ones(1, requires_grad=True).sum().backward()  # LibTorch's queue lets go of the one that threw
+        # LibTorch's queue lets go of the one that threw
+        torch.ones(1, requires_grad=True).sum().backward()
 
     def test_the_drop_in_does_as_upstream(self) -> None:
         upstream = self.gradient(functools.partial(checkpoint, use_reentrant=False))
@@ -315,7 +334,9 @@ class Preferred(Case):
         x = torch.randn(2, 3, 8, 8, requires_grad=True)
 
         def gradients(call: Call, **options: Any) -> list[torch.Tensor]:
-            return list(torch.autograd.grad(call(net, x, **options).square().sum(), [x, *net.parameters()]))
+            return list(
+                torch.autograd.grad(call(net, x, **options).square().sum(), [x, *net.parameters()])
+            )
 
         expected = gradients(plain)
         for a, b in zip(gradients(remat.checkpoint, policy=remat.save_matmuls()), expected):

@@ -85,17 +85,24 @@ class Observe(Case):
             trace = json.loads((Path(folder) / "trace.json").read_text())
             self.assertTrue(any("sin" in str(each.get("name")) for each in trace["traceEvents"]))
         for write in (recorder.write_html, recorder.write_memory_svg, recorder.write_chrome_trace):
-            with self.assertRaisesRegex(RuntimeError, r"^remat\.Recorder: /no/such/folder/file could not be written"):
+            with self.assertRaisesRegex(
+                RuntimeError, r"^remat\.Recorder: /no/such/folder/file could not be written"
+            ):
                 write("/no/such/folder/file")
 
     def test_decisions_of_policies(self) -> None:
         x = torch.ones(4, 4, requires_grad=True)
         with remat.Recorder() as recorder:
-            remat.checkpoint(lambda t: (t @ t).sin().exp(), x, name="block", policy=remat.save_matmuls())
+            remat.checkpoint(
+                lambda t: (t @ t).sin().exp(), x, name="block", policy=remat.save_matmuls()
+            )
         (region,) = recorder.report().regions
         (kept,) = [each for each in region.decisions if each.outcome == "kept"]
         self.assertEqual((kept.op, kept.calls, kept.bytes), ("aten::mm.default", 1, 64))
-        self.assertIn("aten::sin.default", {each.op for each in region.decisions if each.outcome == "recomputed"})
+        self.assertIn(
+            "aten::sin.default",
+            {each.op for each in region.decisions if each.outcome == "recomputed"},
+        )
 
     def test_wrong_options(self) -> None:
         with self.assertRaises(ValueError):
@@ -147,7 +154,9 @@ class Observe(Case):
     def test_saved_tensors(self) -> None:
         x = torch.ones(10, requires_grad=True)
         plain = remat.saved_tensors(function(x))
-        self.assertEqual([each.node for each in plain], ["CosBackward0", "ExpBackward0", "SinBackward0"])
+        self.assertEqual(
+            [each.node for each in plain], ["CosBackward0", "ExpBackward0", "SinBackward0"]
+        )
         self.assertEqual([each.bytes for each in plain], [40, 40, 40])
         self.assertEqual(plain[0].shape, torch.Size([10]))
         self.assertEqual(plain[0].dtype, torch.float32)

@@ -59,7 +59,10 @@ def step(net: nn.Module, run: object, x: torch.Tensor) -> list[torch.Tensor]:
             each.grad.zero_()
     loss = run(x)  # type: ignore[operator]
     loss.backward()
-    return [loss.detach(), *(each.grad.clone() for each in net.parameters()), *(b.clone() for b in net.buffers())]
+    return [
+        loss.detach(), *(each.grad.clone() for each in net.parameters()),
+        *(b.clone() for b in net.buffers())
+    ]
 
 
 class Plans(Case):
@@ -90,7 +93,9 @@ class Plans(Case):
         self.assertEqual(remat.mixed_plan(8, 3).stages, 8)
 
     def test_solve_and_simulate(self) -> None:
-        stage = remat.StageCost(forward_s=1.0, backward_s=2.0, output_bytes=10, saved_bytes=30, grad_bytes=10)
+        stage = remat.StageCost(
+            forward_s=1.0, backward_s=2.0, output_bytes=10, saved_bytes=30, grad_bytes=10
+        )
         cost = remat.ChainCost(stages=(stage,) * 6)
         frontier = remat.solve(cost)
         self.assertEqual(frontier.points[-1].extra_s, 0)
@@ -102,7 +107,9 @@ class Plans(Case):
             frontier.plan(1)
         self.assertEqual(raised.exception.minimum_bytes, frontier.points[0].bytes)
         self.assertIsInstance(raised.exception, ValueError)
-        self.assertEqual(pickle.loads(pickle.dumps(raised.exception)).minimum_bytes, frontier.points[0].bytes)
+        self.assertEqual(
+            pickle.loads(pickle.dumps(raised.exception)).minimum_bytes, frontier.points[0].bytes
+        )
         with self.assertRaises(ValueError):
             remat.solve(remat.ChainCost())
 
@@ -114,7 +121,9 @@ class Plans(Case):
         frontier = remat.solve(cost)
         points = frontier.points
         self.assertGreater(len(points), 4)
-        for point in (points[0], points[len(points) // 3], points[2 * len(points) // 3], points[-1]):
+        for point in (
+            points[0], points[len(points) // 3], points[2 * len(points) // 3], points[-1]
+        ):
             plan = frontier.plan(point.bytes)
             self.assert_same(step(net, lambda x: remat.run(plan, net, x), x), wanted)
             torch.manual_seed(5)
@@ -145,7 +154,9 @@ class Plans(Case):
             raise KeyError("stage")
 
         plan = remat.Plan(2, [(1, 1)])
-        for call in (lambda stages: remat.run(plan, stages, x), lambda stages: remat.measure(stages, x)):
+        for call in (
+            lambda stages: remat.run(plan, stages, x), lambda stages: remat.measure(stages, x)
+        ):
             with self.assertRaisesRegex(KeyError, "stage"):
                 call([torch.sin, broken])  # type: ignore[list-item]
             with self.assertRaisesRegex(TypeError, "stage 1 returned"):
@@ -182,7 +193,12 @@ class Plans(Case):
         wanted = step(plain, plain, x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            self.assert_same(step(planned, lambda x: remat.checkpoint(lambda y: remat.run(plan, planned, y), x), x), wanted)
+            self.assert_same(
+                step(
+                    planned, lambda x: remat.checkpoint(lambda y: remat.run(plan, planned, y), x), x
+                ),
+                wanted,
+            )
 
     def test_measuring_leaves_gradients_buffers_and_random_numbers(self) -> None:
         net, x = chain(2, norm=True), sample()
@@ -239,7 +255,9 @@ class Plans(Case):
         self.assert_same(step(net, fitted, x), wanted)
         with remat.Recorder() as recorder:
             fitted(x).backward()
-        self.assertTrue(all(each.name.startswith("chain, stage") for each in recorder.report().regions))
+        self.assertTrue(
+            all(each.name.startswith("chain, stage") for each in recorder.report().regions)
+        )
 
     def test_fit_of_stages_that_share_parameters(self) -> None:
         # The gradient of a shared parameter waits for its second part: no stage's cost shows it.
@@ -249,7 +267,9 @@ class Plans(Case):
         zeroed(head)
         head.weight.grad.fill_(3)
         net = nn.Sequential(head, *(Block() for _ in range(6)), head, block, Loss())
-        before = [*(b.clone() for b in net.buffers()), torch.get_rng_state(), head.weight.grad.clone()]
+        before = [
+            *(b.clone() for b in net.buffers()), torch.get_rng_state(), head.weight.grad.clone()
+        ]
         least = remat.solve(remat.measure(net, x, repeats=1)).points[0].bytes
         with self.assertRaises(remat.InfeasibleBudget) as raised:
             remat.fit(net, x, least, repeats=1)
@@ -275,10 +295,16 @@ class Plans(Case):
             fitted = remat.fit(
                 stages, x, point.bytes, cost=cost, frame_cost_s=0.0
             )
-            self.assertEqual((fitted.peak_bytes, fitted.plan), (point.bytes, remat.solve(cost).plan(point.bytes)))
+            self.assertEqual(
+                (fitted.peak_bytes, fitted.plan), (point.bytes, remat.solve(cost).plan(point.bytes))
+            )
             self.assertLessEqual(fitted.measured_bytes, point.bytes)
-        self.assertEqual(remat.fit(stages, x, points[0].bytes, cost=cost).measured_bytes, points[0].bytes)
-        self.assertEqual(remat.solve(cost._replace(held_to_end_bytes=0)).points[0].bytes, points[0].bytes - 8)
+        self.assertEqual(
+            remat.fit(stages, x, points[0].bytes, cost=cost).measured_bytes, points[0].bytes
+        )
+        self.assertEqual(
+            remat.solve(cost._replace(held_to_end_bytes=0)).points[0].bytes, points[0].bytes - 8
+        )
 
     def test_fit_refuses(self) -> None:
         with self.assertRaises(remat.InfeasibleBudget) as raised:
@@ -321,7 +347,12 @@ class Plans(Case):
         self.assertEqual(shown.getvalue(), "")
 
     def test_checkpoint_sequential(self) -> None:
-        net, x = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), Block()) for _ in range(5)), Loss()), sample()
+        net, x = (
+            nn.Sequential(
+                *(nn.Sequential(nn.ReLU(inplace=True), Block()) for _ in range(5)), Loss()
+            ),
+            sample(),
+        )
         x.requires_grad_()
         wanted = step(net, lambda x: net(x * 1), x)
         for settings in ({}, {"split": "balanced"}, {"checkpoint_last": True}):

@@ -41,7 +41,11 @@ class Policies(Case):
             remat.save_ops([torch.ops.aten.mm.default]),
             remat.save_ops([torch.ops.aten.mm, "aten::bmm"]) | remat.save_ops(["aten::exp"]),
             lambda context: context.op_name == "aten::mm.default",
-            remat.Policy(lambda context: remat.CheckpointPolicy.MUST_SAVE if "mm" in context.op_name else False),
+            remat.Policy(
+                lambda context: (
+                    remat.CheckpointPolicy.MUST_SAVE if "mm" in context.op_name else False
+                )
+            ),
         ):
             y = remat.checkpoint(f, x, policy=policy)
             with Counting() as counting:
@@ -65,13 +69,21 @@ class Policies(Case):
                 return True
 
         for answer in (forgets, lambda context: "no", lambda context: 1, lambda context: [True]):
-            for policy in (answer, remat.Policy(answer), remat.save_matmuls() | remat.Policy(answer)):
+            for policy in (
+                answer, remat.Policy(answer), remat.save_matmuls() | remat.Policy(answer)
+            ):
                 with self.assertRaises(ValueError) as raised:
                     remat.checkpoint(lambda t: (t @ t).sin().exp(), leaf(), policy=policy)
                 text = str(raised.exception)
                 self.assertIn("for aten::", text)
-                self.assertIn("Hint: return a CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool", text)
-                self.assertEqual("returned None" in text and "without `return`" in text, answer is forgets)
+                self.assertIn(
+                    "Hint: return a CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a "
+                    "bool",
+                    text,
+                )
+                self.assertEqual(
+                    "returned None" in text and "without `return`" in text, answer is forgets
+                )
         for answer in (lambda context: remat.CheckpointPolicy.MUST_SAVE, lambda context: False):
             remat.checkpoint(operators, leaf(), policy=answer).sum().backward()
 
@@ -113,10 +125,14 @@ class Policies(Case):
         plain = gradient(f(x), x)
         for policy, text in (
             (remat.save_matmuls(), "remat.save_matmuls()"),
-            (remat.save_ops([torch.ops.aten.mm], ask_again=True), "remat.save_ops(['aten::mm'], ask_again=True)"),
-            (remat.save_matmuls(allow_cache_entry_mutation=True), "remat.save_matmuls(allow_cache_entry_mutation=True)"),
-            (remat.save_matmuls() | remat.offload_ops(["aten::sin"], min_offload_bytes=0, prefetch_depth=0),
-             "remat.save_matmuls() | remat.offload_ops(['aten::sin'], min_offload_bytes=0, prefetch_depth=0)"),
+            (remat.save_ops([torch.ops.aten.mm], ask_again=True),
+             "remat.save_ops(['aten::mm'], ask_again=True)"),
+            (remat.save_matmuls(allow_cache_entry_mutation=True),
+             "remat.save_matmuls(allow_cache_entry_mutation=True)"),
+            (remat.save_matmuls() | remat.offload_ops(["aten::sin"], min_offload_bytes=0,
+                                                      prefetch_depth=0),
+             "remat.save_matmuls() | remat.offload_ops(['aten::sin'], min_offload_bytes=0, "
+             "prefetch_depth=0)"),
             (remat.save_names(["a"]) | remat.save_ops(["aten::mm"]),
              "remat.save_names(['a']) | remat.save_ops(['aten::mm'])"),
             (remat.Policy(keeps_products), f"remat.Policy({keeps_products!r})"),
@@ -131,10 +147,14 @@ class Policies(Case):
 
     def test_kept_results_may_be_written_to_on_request(self) -> None:
         x, w = leaf(1, 3, 6, 6), leaf(3, 3, 3, 3, seed=1)
-        f = lambda t: torch.relu_(remat.checkpoint_name(torch.conv2d(t, w), "products"))  # noqa: E731
+        f = lambda t: torch.relu_(  # noqa: E731
+            remat.checkpoint_name(torch.conv2d(t, w), "products")
+        )
         plain = gradient(f(x), x, w)
         # A policy that only prefers computes the product again.
-        for one, other in zip(plain, gradient(remat.checkpoint(f, x, policy=remat.save_matmuls()), x, w)):
+        for one, other in zip(
+            plain, gradient(remat.checkpoint(f, x, policy=remat.save_matmuls()), x, w)
+        ):
             self.assertTrue(torch.equal(one, other))
         makers: list[Callable[..., remat.Policy]] = [
             functools.partial(remat.save_ops, ["aten::convolution"]),
@@ -142,7 +162,9 @@ class Policies(Case):
             functools.partial(remat.save_names, ["products"]),
             functools.partial(remat.save_all_but_names, ["others"]),
             functools.partial(remat.offload_names, ["products"]),
-            functools.partial(remat.Policy, lambda context: context.op_name.startswith("aten::convolution")),
+            functools.partial(
+                remat.Policy, lambda context: context.op_name.startswith("aten::convolution")
+            ),
         ]
         for make in makers:
             with self.subTest(make):
@@ -164,13 +186,21 @@ class Policies(Case):
         x = leaf()
         names: list[Callable[[torch.Tensor], torch.Tensor]] = [
             lambda t: (t * 2).sin(), lambda t: (t / 3).sin(), lambda t: (0.5 * t).exp().sin(),
-            lambda t: remat.checkpoint_name(t * 2, "doubled").sin(), lambda t: (t * torch.tensor([2.0])).sin()]
+            lambda t: remat.checkpoint_name(t * 2, "doubled").sin(),
+            lambda t: (t * torch.tensor([2.0])).sin()
+        ]
         for f in names:
             expected = gradient(f(x), x)
-            for policy in (remat.save_ops(["aten::mul", "aten::div"]), remat.save_names(["doubled"])):
-                self.check_equal(gradient(remat.checkpoint(f, x, policy=policy, name="numbers"), x), expected)
+            for policy in (
+                remat.save_ops(["aten::mul", "aten::div"]), remat.save_names(["doubled"])
+            ):
+                self.check_equal(
+                    gradient(remat.checkpoint(f, x, policy=policy, name="numbers"), x), expected
+                )
         factors = iter((2, 3))
-        y = remat.checkpoint(lambda t: (t * next(factors)).sin(), x, policy=remat.save_ops(["aten::mul"]))
+        y = remat.checkpoint(
+            lambda t: (t * next(factors)).sin(), x, policy=remat.save_ops(["aten::mul"])
+        )
         with self.assertRaises(remat.CheckpointError) as raised:
             y.sum().backward()
         self.assertEqual(raised.exception.kind, remat.ErrorKind.SELECTIVE_MISMATCH)
@@ -178,7 +208,9 @@ class Policies(Case):
 
     def test_names_and_pins(self) -> None:
         x = leaf()
-        f = lambda t: remat.checkpoint_name(t.sin(), "kept").exp() * remat.pin(t.cos())  # noqa: E731
+        f = lambda t: (  # noqa: E731
+            remat.checkpoint_name(t.sin(), "kept").exp() * remat.pin(t.cos())
+        )
         plain = lambda t: t.sin().exp() * t.cos()  # noqa: E731
         expected = gradient(plain(x), x)
         for policy in (remat.save_names(["kept"]), remat.save_all_but_names(["other"]), None):

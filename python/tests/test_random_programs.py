@@ -19,7 +19,8 @@ from random_programs import Operation, Program, Region
 
 class RandomPrograms(Case):
     def setUp(self) -> None:
-        # Where another test has imported it, policy functions run in upstream's modes, which allow one backward.
+        # Where another test has imported it, policy functions run in upstream's modes, which allow
+        # one backward.
         name = "torch.nn.attention.flex_attention"
         if (module := sys.modules.pop(name, None)) is not None:
             self.addCleanup(sys.modules.__setitem__, name, module)
@@ -41,7 +42,9 @@ class RandomPrograms(Case):
                 drawn[region.call] += 1
                 drawn["policy", region.policy] += 1
                 blocks.append(region.block)
-            drawn.update(each.name for block in blocks for each in block if isinstance(each, Operation))
+            drawn.update(
+                each.name for block in blocks for each in block if isinstance(each, Operation)
+            )
         wanted = [*random_programs.OPERATIONS, *random_programs.CALLS, *random_programs.BACKWARDS]
         wanted += [("guard", each) for each in random_programs.GUARDS]
         wanted += [("policy", each) for each in random_programs.POLICIES]
@@ -51,9 +54,16 @@ class RandomPrograms(Case):
         def wrong(x: torch.Tensor, w: torch.Tensor, run: random_programs.Run) -> torch.Tensor:
             return x.sin() * (1 + (remat.is_recomputing() and run.way == "own"))
 
-        inner = Region([Operation("mul", 0), Operation("wrong", 0), Operation("exp", 1)], policy="names")
-        program = Program([Operation("sin", 0), Region([inner], call="keyword")], backward="grad", guard="cpu")
-        with mock.patch.dict(random_programs.OPERATIONS, wrong=wrong), tempfile.TemporaryDirectory() as folder:
+        inner = Region(
+            [Operation("mul", 0), Operation("wrong", 0), Operation("exp", 1)], policy="names"
+        )
+        program = Program(
+            [Operation("sin", 0), Region([inner], call="keyword")], backward="grad", guard="cpu"
+        )
+        with (
+            mock.patch.dict(random_programs.OPERATIONS, wrong=wrong),
+            tempfile.TemporaryDirectory() as folder,
+        ):
             self.assertRegex(random_programs.difference(program, 1, folder), "^own: ")
             found = random_programs.smallest(program, 1, folder)
         (region,) = found.block

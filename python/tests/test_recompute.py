@@ -112,7 +112,10 @@ class Waiting(Case):
         expected = run(lambda function, x: function(x))
         self.assertEqual(run(remat.checkpoint), expected)
         with remat.installed():
-            self.assertEqual(run(lambda function, x: upstream.checkpoint(function, x, use_reentrant=False)), expected)
+            self.assertEqual(
+                run(lambda function, x: upstream.checkpoint(function, x, use_reentrant=False)),
+                expected,
+            )
 
     def test_saved_tensors_that_a_function_reads(self) -> None:
         self.check(lambda w: w.exp().grad_fn._saved_result.clone())  # type: ignore[union-attr]
@@ -122,7 +125,12 @@ class Waiting(Case):
         def hook(gradient: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
                 own = gradient.detach().requires_grad_()
-                return gradient * torch.autograd.grad(remat.checkpoint(lambda t: t.sin().exp(), own).sum(), own)[0]
+                return (
+                    gradient
+                    * torch.autograd.grad(
+                        remat.checkpoint(lambda t: t.sin().exp(), own).sum(), own
+                    )[0]
+                )
 
         def before(w: torch.Tensor) -> None:
             y = w * 2

@@ -1,4 +1,5 @@
-"""remat.checkpoint: results, random numbers and settings as without a region, levels, comparisons of values."""
+"""remat.checkpoint: results, random numbers and settings as without a region, levels, comparisons
+of values."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ class Results(Case):
             return (t * torch.rand(t.shape, generator=generator)).sin().exp()
 
         def outer(t: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
-            return remat.checkpoint(f, f(t, generator), generator) * torch.rand(t.shape, generator=generator)
+            return remat.checkpoint(f, f(t, generator), generator) * torch.rand(
+                t.shape, generator=generator
+            )
 
         x = leaf(seed=1)
         for function, keyword in ((f, False), (f, True), (outer, True)):
@@ -111,10 +114,13 @@ class Results(Case):
                 generator = torch.Generator().manual_seed(3)
                 torch.rand(2, generator=generator)
                 given: Any = ((x,), {"generator": generator}) if keyword else ((x, generator), {})
-                call = remat.checkpoint if is_region else lambda g, *args, **kwargs: g(*args, **kwargs)
+                call = (
+                    remat.checkpoint if is_region else lambda g, *args, **kwargs: g(*args, **kwargs)
+                )
                 y = call(function, *given[0], **given[1])
                 drawn = torch.rand(2, generator=generator)
-                found.append([*gradient(y, x, retain_graph=True), drawn, torch.rand(2, generator=generator),
+                found.append([*gradient(y, x, retain_graph=True), drawn,
+                              torch.rand(2, generator=generator),
                               *gradient(y, x)])  # fmt: skip
             self.check_equal(found[1], found[0])
         y = remat.checkpoint(f, x, torch.default_generator)  # as without naming it
@@ -137,7 +143,13 @@ class Results(Case):
             if kind == "module":
                 y = run(module, run(module, x))
             elif kind == "list":
-                y = run(lambda t, held: (t * torch.empty_like(t).bernoulli_(0.5, generator=held[0])).exp(), x, [generator])
+                y = run(
+                    lambda t, held: (
+                        t * torch.empty_like(t).bernoulli_(0.5, generator=held[0])
+                    ).exp(),
+                    x,
+                    [generator],
+                )
             elif kind == "nested":
                 y = run(lambda t: run(module, t) * torch.rand(t.shape, generator=generator), x)
             else:
@@ -148,7 +160,9 @@ class Results(Case):
 
         ways = {
             "own": remat.checkpoint,
-            "drop-in": lambda f, *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False),
+            "drop-in": lambda f, *args: torch.utils.checkpoint.checkpoint(
+                f, *args, use_reentrant=False
+            ),
         }
         for kind in ("module", "list", "nested", "captured"):
             x = leaf(seed=1)
@@ -190,10 +204,18 @@ class Results(Case):
             return [y.detach(), *gradient(y, x, *(each.weight for each in layers))]
 
         plain = program(lambda f, *args: f(*args))
-        for options in ({}, {"early_stop": False}, {"determinism_check": "values"}, {"policy": remat.save_matmuls()}):
+        for options in (
+            {}, {"early_stop": False}, {"determinism_check": "values"},
+            {"policy": remat.save_matmuls()}
+        ):
             with self.subTest(options=options):
-                self.check_equal(program(lambda f, *args: remat.checkpoint(f, *args, **options)), plain)
-        self.check_equal(program(lambda f, *args: remat.checkpoint(lambda *a: remat.checkpoint(f, *a), *args)), plain)
+                self.check_equal(
+                    program(lambda f, *args: remat.checkpoint(f, *args, **options)), plain
+                )
+        self.check_equal(
+            program(lambda f, *args: remat.checkpoint(lambda *a: remat.checkpoint(f, *a), *args)),
+            plain,
+        )
 
     def test_what_a_function_writes_around_it_stays_the_programs(self) -> None:
         runs, last = 0, None
@@ -253,7 +275,9 @@ class Results(Case):
         x = leaf()
 
         class Scales(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 result = func(*args, **(kwargs or {}))
                 return result * 1.5 if getattr(func, "__name__", "") == "sin" else result
 
@@ -267,10 +291,15 @@ class Results(Case):
 
         f = lambda t: t.sin().exp()  # noqa: E731
         self.check_equal(gradient(remat.checkpoint(inside, x), x), gradient(inside(x), x))
-        text = "the function mode Scales was active around the call of the region.*open the mode inside the region's function"
+        text = (
+            "the function mode Scales was active around the call of the region.*"
+            "open the mode inside the region's function"
+        )
         with Scales():
             y = remat.checkpoint(f, x).sum()
-            for backward in (y.backward, lambda: torch.autograd.grad(y, x), lambda: torch.autograd.backward([y])):
+            for backward in (
+                y.backward, lambda: torch.autograd.grad(y, x), lambda: torch.autograd.backward([y])
+            ):
                 with self.assertRaisesRegex(remat.CheckpointError, "(?s)" + text) as caught:
                     backward()
                 self.assertIs(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
@@ -288,7 +317,9 @@ class Results(Case):
 
     def test_options_are_checked(self) -> None:
         x = leaf()
-        with self.assertRaisesRegex(ValueError, "determinism_check must be one of .*'metadata'.*'sometimes'"):
+        with self.assertRaisesRegex(
+            ValueError, "determinism_check must be one of .*'metadata'.*'sometimes'"
+        ):
             remat.checkpoint(operators, x, determinism_check="sometimes")
         with self.assertRaisesRegex(TypeError, "a policy must be"):
             remat.checkpoint(operators, x, policy=3)
@@ -315,15 +346,19 @@ class Levels(Case):
     def test_levels_decide_which_calls_are_regions(self) -> None:
         x = leaf()
         plain = gradient(operators(x), x)
-        for training_level, level, is_region in ((None, 3, True), (None, 0, False), (2, 1, True), (2, 2, True), (2, 3, False),
-                                                 (0, 1, False), (9, 0, False), (0, None, True)):  # fmt: skip
+        for training_level, level, is_region in ((None, 3, True), (None, 0, False), (2, 1, True),
+                                                 (2, 2, True), (2, 3, False),
+                                                 (0, 1, False), (9, 0, False),
+                                                 (0, None, True)):  # fmt: skip
             before = remat.counters()["frames_created"]
             if training_level is None:
                 y = remat.checkpoint(operators, x, level=level)
             else:
                 with remat.checkpoint_level(training_level):
                     y = remat.checkpoint(operators, x, level=level)
-            self.assertEqual(remat.counters()["frames_created"] - before, int(is_region), (training_level, level))
+            self.assertEqual(
+                remat.counters()["frames_created"] - before, int(is_region), (training_level, level)
+            )
             self.check_equal(gradient(y, x), plain)
         with self.assertRaisesRegex(TypeError, "level must be an int"):
             remat.checkpoint(operators, x, level="2")
@@ -333,7 +368,8 @@ class Levels(Case):
         inner = remat.checkpoint(level=2)(torch.sin)
         f = lambda x: inner(x).exp()  # noqa: E731
         plain = gradient(f(x), x)
-        for training_level, regions in ((1, 1), (2, 3)):  # two in forward and recompute of the outer one
+        # two in forward and recompute of the outer one
+        for training_level, regions in ((1, 1), (2, 3)):
             before = remat.counters()["frames_created"]
             with remat.checkpoint_level(training_level):
                 y = remat.checkpoint(f, x, level=1, early_stop=False)
@@ -341,7 +377,9 @@ class Levels(Case):
                 self.check_equal(gradient(y, x), plain)
             self.assertEqual(remat.counters()["frames_created"] - before, regions)
 
-    def test_a_module_that_is_no_region_by_its_level_leaves_its_buffers_to_the_region_around(self) -> None:
+    def test_a_module_that_is_no_region_by_its_level_leaves_its_buffers_to_the_region_around(
+        self,
+    ) -> None:
         torch.manual_seed(0)
         norm, x = torch.nn.BatchNorm1d(4), leaf(8, 4)
         with remat.checkpoint_level(1):
@@ -371,7 +409,9 @@ class Values(Case):
             is_first.clear()
             return (x * factor).sin()
 
-        y = remat.checkpoint(f, x, determinism_check="values", value_comparison=remat.ValueComparison(**rule))
+        y = remat.checkpoint(
+            f, x, determinism_check="values", value_comparison=remat.ValueComparison(**rule)
+        )
         gradient(y, x)
 
     def test_tolerances_samples_and_nan(self) -> None:
@@ -406,7 +446,10 @@ class Values(Case):
             gradient(remat.checkpoint(f, x, **options), x)
 
     def test_wrong_rules(self) -> None:
-        for rule in ({"absolute_tolerance": -1}, {"relative_tolerance": float("nan")}, {"max_elements": -1}, {"nan": "no"}):
+        for rule in (
+            {"absolute_tolerance": -1}, {"relative_tolerance": float("nan")}, {"max_elements": -1},
+            {"nan": "no"}
+        ):
             with self.assertRaisesRegex(ValueError, "remat.ValueComparison"):
                 remat.ValueComparison(**rule)  # type: ignore[arg-type]
         with self.assertRaisesRegex(TypeError, "must be a remat.ValueComparison"):

@@ -1,4 +1,5 @@
-"""Where the recompute of a Python function ends: as upstream ends it, and seen by nothing else that runs until then."""
+"""Where the recompute of a Python function ends: as upstream ends it, and seen by nothing else that
+runs until then."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ Function = Callable[[torch.Tensor, Log], torch.Tensor]
 
 
 def ways(function: Callable[[torch.Tensor], torch.Tensor], name: str = "sin") -> list[str]:
-    """Runs the region forward and backward; how each call of the operator of this name has ended: 'return' or 'exception'."""
+    """Runs the region forward and backward; how each call of the operator of this name has ended:
+    'return' or 'exception'."""
     ends: list[str] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        if event.startswith("c_") and getattr(argument, "__name__", "") == name and event != "c_call":
+        if (
+            event.startswith("c_")
+            and getattr(argument, "__name__", "") == name
+            and event != "c_call"
+        ):
             ends.append(event[2:])
 
     x = leaf(3)
@@ -151,7 +157,9 @@ def by_map(t: torch.Tensor, log: Log) -> torch.Tensor:
 
 
 def in_a_comprehension(t: torch.Tensor, log: Log) -> torch.Tensor:
-    return sum([(log.append(f"{i}"), torch.sin(t), log.append("after"))[1] for i in range(3)], start=t)
+    return sum(
+        [(log.append(f"{i}"), torch.sin(t), log.append("after"))[1] for i in range(3)], start=t
+    )
 
 
 def in_a_generator(t: torch.Tensor, log: Log) -> torch.Tensor:
@@ -283,8 +291,10 @@ def nested_with_contexts(t: torch.Tensor, log: Log) -> torch.Tensor:
 
 
 FUNCTIONS: list[Function] = [
-    plain, by_method, by_operator, in_place, by_star, by_keyword, by_builtin, by_partial, by_reduce, by_map, in_a_comprehension,
-    in_a_generator, inside_of_others, with_contexts, in_a_module, in_a_mode, in_a_function, that_dies, that_catches, nested,
+    plain, by_method, by_operator, in_place, by_star, by_keyword, by_builtin, by_partial, by_reduce,
+    by_map, in_a_comprehension,
+    in_a_generator, inside_of_others, with_contexts, in_a_module, in_a_mode, in_a_function,
+    that_dies, that_catches, nested,
     nested_with_contexts,
 ]  # fmt: skip
 
@@ -308,7 +318,8 @@ class AsUpstream(Case):
         for function in FUNCTIONS:
             for size in (3, 5000):
                 with self.subTest(function=function.__name__, size=size):
-                    for _ in range(3):  # the interpreter puts other instructions in place of those it was given
+                    # the interpreter puts other instructions in place of those it was given
+                    for _ in range(3):
                         log, gradient = logged_step(function, size, installed=False)
                         ours, our_gradient = logged_step(function, size, installed=True)
                         self.assertEqual(ours, log)
@@ -318,7 +329,9 @@ class AsUpstream(Case):
         def check() -> None:
             for function in FUNCTIONS:
                 with self.subTest(function=function.__name__):
-                    expected, ours = (logged_step(function, 3, installed)[0] for installed in (False, True))
+                    expected, ours = (
+                        logged_step(function, 3, installed)[0] for installed in (False, True)
+                    )
                     self.assertEqual(ours, expected)
 
         thread = threading.Thread(target=check)
@@ -354,7 +367,9 @@ class DropIn(Case):
 
 
 class Ways(DropIn):
-    @unittest.skipIf(sys.version_info < (3, 11), "the interpreter does not tell which instruction is at work")
+    @unittest.skipIf(
+        sys.version_info < (3, 11), "the interpreter does not tell which instruction is at work"
+    )
     def test_a_small_operator_returns_and_no_exception_passes_it(self) -> None:
         self.assertEqual(ways(lambda t: torch.sin(t)), ["return"])
         self.assertEqual(ways(lambda t: torch.sin(t) + 1), ["return"])
@@ -369,7 +384,9 @@ class Ways(DropIn):
         thread.join()
         self.assertEqual(found, [["exception"]])
 
-    @unittest.skipIf(sys.version_info < (3, 11), "the interpreter does not tell which instruction is at work")
+    @unittest.skipIf(
+        sys.version_info < (3, 11), "the interpreter does not tell which instruction is at work"
+    )
     def test_a_child_of_a_fork_does_the_same(self) -> None:
         def fork() -> None:
             child = os.fork()
@@ -404,7 +421,8 @@ class Ways(DropIn):
         x = leaf(3)
         for function in (torch.sin, functools.partial(torch.mul, x), operator.neg):
             self.assertEqual(
-                torch.autograd.grad(region(function, x).sum(), x)[0].tolist(), torch.autograd.grad(function(x).sum(), x)[0].tolist()
+                torch.autograd.grad(region(function, x).sum(), x)[0].tolist(),
+                torch.autograd.grad(function(x).sum(), x)[0].tolist(),
             )
 
 
@@ -418,8 +436,11 @@ class Exceptions(Case):
                 self.assertEqual(caught, raised)
                 self.assertGreater(raised, 0)
 
-    def check_between_question_and_stop(self, region: Callable[..., torch.Tensor], rest: int) -> None:
-        """The handler runs where the last operator has been asked for a stop, and its call has not returned."""
+    def check_between_question_and_stop(
+        self, region: Callable[..., torch.Tensor], rest: int
+    ) -> None:
+        """The handler runs where the last operator has been asked for a stop, and its call has not
+        returned."""
 
         class Raises(Iterating):
             def __next__(self) -> torch.Tensor:
@@ -514,7 +535,9 @@ class Interrupted(DropIn):
 
     def test_under_a_mode_the_operator_ends_with_it(self) -> None:
         class Logs(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 log.append(f"{func.__name__} {remat.is_recomputing()}")
                 return func(*args, **(kwargs or {}))
 
@@ -564,7 +587,8 @@ class Interrupted(DropIn):
         self.assertEqual(log, ["begin", "middle", "end", "backward", "begin", "middle"])
         self.assertEqual(len(called), 40)
 
-        # A whole step in such a call: no other runs meanwhile, so that the function goes on to its end.
+        # A whole step in such a call: no other runs meanwhile, so that the function goes on to its
+        # end.
         gradients: list[torch.Tensor] = []
         step = kind(lambda _: gradients.append(logged_step(plain, 3, installed=True)[1]) or 0)
         leave(step, None)
@@ -572,7 +596,10 @@ class Interrupted(DropIn):
             time.sleep(0)
         self.assertTrue(torch.equal(gradients[0], logged_step(plain, 3, installed=False)[1]))
         # and nothing of it is left to be raised
-        self.assertEqual(logged_step(plain, 3, installed=True)[0], ["begin", "middle", "end", "backward", "begin", "middle"])
+        self.assertEqual(
+            logged_step(plain, 3, installed=True)[0],
+            ["begin", "middle", "end", "backward", "begin", "middle"],
+        )
 
     def test_threads_beside(self) -> None:
         over = threading.Event()

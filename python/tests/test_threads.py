@@ -56,7 +56,11 @@ class Threads(Case):
             x = leaf(seed=number)
             plain = gradient(operators(operators(x)), x)
             for step in range(30):
-                f = remat.checkpoint if step % 2 else lambda g, t: checkpoint(g, t, use_reentrant=False)
+                f = (
+                    remat.checkpoint
+                    if step % 2
+                    else lambda g, t: checkpoint(g, t, use_reentrant=False)
+                )
                 inner = lambda t: f(operators, t)  # noqa: B023, E731
                 found = gradient(f(lambda t: inner(inner(t)), x), x)
                 assert torch.equal(found[0], plain[0])
@@ -101,7 +105,9 @@ class Threads(Case):
         def work(number: int) -> None:
             for _ in range(200):
                 if number % 2:
-                    graphs.put(remat.checkpoint(lambda t, anything: t.sin().exp(), leaf(), [object()]))
+                    graphs.put(
+                        remat.checkpoint(lambda t, anything: t.sin().exp(), leaf(), [object()])
+                    )
                 else:
                     graphs.get()
 
@@ -118,7 +124,9 @@ class Threads(Case):
                 return gradient(remat.checkpoint(lambda t: t.sin().exp(), x), x)[0]
 
         y = remat.checkpoint(operators, leaf())
-        loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        loader = torch.utils.data.DataLoader(
+            Data(), batch_size=4, num_workers=2, multiprocessing_context="fork"
+        )
         for i, batch in enumerate(loader):
             for j in range(4):
                 x = leaf(4, seed=4 * i + j)
@@ -126,8 +134,8 @@ class Threads(Case):
         del y
 
     def test_forks_beside_a_thread_whose_memory_waits_in_a_file(self) -> None:
-        # What is written is Python's own memory, which is freed with the interpreter's lock: the thread that forks waits
-        # for the write, and must not keep the lock meanwhile.
+        # What is written is Python's own memory, which is freed with the interpreter's lock: the
+        # thread that forks waits for the write, and must not keep the lock meanwhile.
         done = run_script("""
 import os, tempfile, threading, time, torch, remat
 def work():
@@ -159,7 +167,8 @@ x = torch.randn(8, 8, requires_grad=True)
 kept = [remat.checkpoint(f, x, [object()]) for _ in range(20)]
 kept[0].sum().backward(retain_graph=True)
 """,
-    # A daemon thread that runs operators at the end aborts the process with plain torch, too; this one sleeps.
+    # A daemon thread that runs operators at the end aborts the process with plain torch, too; this
+    # one sleeps.
     "graphs in a daemon thread": """
 x = torch.randn(8, 8, requires_grad=True)
 def work():
@@ -216,9 +225,14 @@ class Exits(Case):
 
     @unittest.skipIf(SLOWNESS > 1, "takes longer under a sanitizer")
     def test_import_takes_little_time(self) -> None:
-        text = "import time, torch, torch.utils.checkpoint; t = time.process_time(); import remat; print(time.process_time() - t)"
+        text = (
+            "import time, torch, torch.utils.checkpoint; t = time.process_time(); import remat; "
+            "print(time.process_time() - t)"
+        )
         seconds = (float(run_script(text).stdout.split()[-1]) for _ in range(10))
-        self.assertTrue(any(each < 0.05 for each in seconds), "takes 50 ms of the processor's time each time")
+        self.assertTrue(
+            any(each < 0.05 for each in seconds), "takes 50 ms of the processor's time each time"
+        )
 
     def test_another_torch_is_refused_in_words(self) -> None:
         done = run_script("import torch; torch.__version__ = '1.0.0'; import remat")

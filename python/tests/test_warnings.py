@@ -1,4 +1,5 @@
-"""Warnings of the library, each that a Python program can meet: they come through `warnings`, in Python's words."""
+"""Warnings of the library, each that a Python program can meet: they come through `warnings`, in
+Python's words."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Warnings(Case):
         norm = torch.nn.BatchNorm1d(4)
         self.check(
             lambda: remat.checkpoint(lambda t: norm(t).sin(), leaf(), name="statistics"),
-            r'^remat\.checkpoint: a batch norm .* ran in region "statistics".*name it in `modules`.*buffers="ignore" if',
+            r'^remat\.checkpoint: a batch norm .* ran in region "statistics".*name it in '
+            r'`modules`.*buffers="ignore" if',
         )
 
     def test_functions_that_run_later(self) -> None:
@@ -99,17 +101,28 @@ def survivor(x):
 step(plain)
 step(survivor)
 """)
-        self.assertEqual((ended.returncode, ended.stdout.splitlines()[-2:]), (0, ["plain 0", "survivor 1"]), ended.stdout)
+        self.assertEqual(
+            (ended.returncode, ended.stdout.splitlines()[-2:]), (0, ["plain 0", "survivor 1"]),
+            ended.stdout
+        )
 
     def test_lists_of_operators(self) -> None:
         self.check(lambda: remat.save_ops(["aten::matmul"]), '^remat\.save_ops: "aten::matmul" '
                                                              'is composed of other')
-        self.check(lambda: remat.offload_ops(["aten::add_"]), r'^remat\.offload_ops: "aten::add_" writes to an argument')
+        self.check(
+            lambda: remat.offload_ops(["aten::add_"]),
+            r'^remat\.offload_ops: "aten::add_" writes to an argument',
+        )
 
     def test_a_name_that_nobody_gives(self) -> None:
         self.check(
-            lambda: remat.checkpoint(lambda t: t.sin().exp(), leaf(), policy=remat.save_names(["up"])).sum().backward(),
-            r'^remat: a policy lists "up", but no value was given that name by remat\.checkpoint_name',
+            lambda: (
+                remat.checkpoint(lambda t: t.sin().exp(), leaf(), policy=remat.save_names(["up"]))
+                .sum()
+                .backward()
+            ),
+            r'^remat: a policy lists "up", but no value was given that name by '
+            r"remat\.checkpoint_name",
         )
 
     def test_an_observer_that_raises(self) -> None:
@@ -158,7 +171,8 @@ step(survivor)
 
         def f(x: torch.Tensor) -> torch.Tensor:
             y = x.sin().exp()
-            with contextlib.suppress(Exception):  # its recompute would end here, where forward waits for it
+            # its recompute would end here, where forward waits for it
+            with contextlib.suppress(Exception):
                 torch.autograd.grad(y.sum(), x)
             with remat.state_provider(Provider()):
                 return y.cos()
@@ -181,10 +195,13 @@ step(survivor)
 
         def step() -> None:
             with remat.save_elsewhere(Full()):
-                y = x * factor  # an operator may go on writing to what it saves: it moves when the next one comes
+                # an operator may go on writing to what it saves: it moves when the next one comes
+                y = x * factor
             y.sum().backward()
 
-        self.check(step, r"^remat: a saved tensor stays in memory, since it could not be moved: .*no room")
+        self.check(
+            step, r"^remat: a saved tensor stays in memory, since it could not be moved: .*no room"
+        )
         self.check_equal(x.grad, factor)
 
     def test_a_place_that_cannot_cancel(self) -> None:
@@ -229,7 +246,8 @@ step(survivor)
                 folder,
             )
         self.assertIn(
-            "UserWarning: remat: a saved tensor stays in memory, beyond the budget of its tier, since it could not be moved: ",
+            "UserWarning: remat: a saved tensor stays in memory, beyond the budget of its tier, "
+            "since it could not be moved: ",
             done.stdout,
         )
         self.assertEqual(done.returncode, 0, done.stdout)

@@ -67,7 +67,8 @@ class Lazy(nn.Module):
 
 
 class Codebook(nn.Module):
-    """As vector quantisation: an estimate by `.data`, initialised by its first batch, and a call counter."""
+    """As vector quantisation: an estimate by `.data`, initialised by its first batch, and a call
+    counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,8 @@ class Codebook(nn.Module):
 
 
 class Bias(nn.Module):
-    """As biases of positions: a buffer that is None until a forward makes it, and later a longer one."""
+    """As biases of positions: a buffer that is None until a forward makes it, and later a longer
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +161,12 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, each in module.named_modules():
         for name, value in {**each.__dict__, **each._buffers}.items():
-            if name != "last_time" and isinstance(value, (int, float, str, bool, tuple, torch.Tensor, type(None))):
-                found[f"{path}.{name}"] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            if name != "last_time" and isinstance(
+                value, (int, float, str, bool, tuple, torch.Tensor, type(None))
+            ):
+                found[f"{path}.{name}"] = (
+                    value.detach().clone() if isinstance(value, torch.Tensor) else value
+                )
     return found
 
 
@@ -178,14 +184,19 @@ REGIONS: dict[str, Region] = {
     "function": lambda m, x: remat.checkpoint(m, x),
     "method": lambda m, x: remat.checkpoint(m.forward, x),
     "modules": lambda m, x: remat.checkpoint(lambda t: m(t), x, modules=[m]),
-    "sequential": lambda m, x: remat.checkpoint_sequential(nn.Sequential(m), 1, x, checkpoint_last=True),
+    "sequential": lambda m, x: remat.checkpoint_sequential(
+        nn.Sequential(m), 1, x, checkpoint_last=True
+    ),
     "nested": lambda m, x: remat.checkpoint(lambda t: remat.checkpoint(m, t), x, modules=[m]),
 }
 
 
 class Written(Case):
-    def steps(self, module: nn.Module, region: Region, lengths: list[int], wide: int = 0) -> list[Any]:
-        """Gradients and state of some steps: alone, two forwards before one backward, and a forward without one."""
+    def steps(
+        self, module: nn.Module, region: Region, lengths: list[int], wide: int = 0
+    ) -> list[Any]:
+        """Gradients and state of some steps: alone, two forwards before one backward, and a forward
+        without one."""
         torch.manual_seed(1)
         found: list[Any] = []
         for length in lengths:
@@ -233,7 +244,9 @@ class Written(Case):
             expected = self.steps(copy.deepcopy(module), lambda m, x: m(x), lengths, wide)
             for name, region in REGIONS.items():
                 message = f"{type(module).__name__} as {name}"
-                self.check_same(self.steps(copy.deepcopy(module), region, lengths, wide), expected, message)
+                self.check_same(
+                    self.steps(copy.deepcopy(module), region, lengths, wide), expected, message
+                )
             checkpointed = remat.Checkpointed(copy.deepcopy(module))
             actual = self.steps(checkpointed, lambda m, x: m(x), lengths, wide)
             self.check_same(actual, expected, f"{type(module).__name__} as Checkpointed")
@@ -288,7 +301,9 @@ class Written(Case):
         module = Potential()
         forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "alone": lambda x: remat.checkpoint(module, x),
-            "nested": lambda x: remat.checkpoint(lambda t: remat.checkpoint(module, t), x, modules=[module]),
+            "nested": lambda x: remat.checkpoint(
+                lambda t: remat.checkpoint(module, t), x, modules=[module]
+            ),
             "two inside": lambda x: remat.checkpoint(twice, x, modules=[module]),
         }
         for name, form in forms.items():
@@ -328,7 +343,9 @@ class Written(Case):
         module = Outer(Counts())
         y = remat.checkpoint(module, torch.rand(2, requires_grad=True))
         with self.assertRaisesRegex(
-            remat.CheckpointError, r"The recompute left buffer 'inner\.sums' of Outer with other contents than forward did"
+            remat.CheckpointError,
+            r"The recompute left buffer 'inner\.sums' of Outer with other contents than forward "
+            r"did",
         ):
             y.sum().backward()
 
@@ -341,7 +358,9 @@ class Written(Case):
                 self.register_buffer("wide", torch.ones(1, 1).expand(300, 300))
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return (torch.sparse.mm(self.sparse, x.sin()) * self.mask[:3, :3] * self.wide[:3, :3]).exp()
+                return (
+                    torch.sparse.mm(self.sparse, x.sin()) * self.mask[:3, :3] * self.wide[:3, :3]
+                ).exp()
 
         module = Masks()
         x = torch.ones(3, 3, requires_grad=True)
@@ -351,7 +370,9 @@ class Written(Case):
         held = meter.live_bytes - before
         z = remat.checkpoint(module, x)
         self.assertEqual(meter.live_bytes - before, 2 * held)
-        self.assertTrue(torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(y.sum(), x)[0]))
+        self.assertTrue(
+            torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(y.sum(), x)[0])
+        )
 
     def test_members_of_many_modules_cost_little(self) -> None:
         net = nn.Sequential(*[nn.Identity() for _ in range(1000)])

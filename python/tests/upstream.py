@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Runs torch's own tests of checkpoints and hooks twice, without remat and with it installed, and compares.
+"""Runs torch's own tests of checkpoints and hooks twice, without remat and with it installed, and
+compares.
 
     python/tests/upstream.py [--sources FOLDER] [SUITE...]
 
-FOLDER holds a PyTorch source tree with its `test/`. Without it, one is taken from Debian's source package of
-pytorch, where apt knows a mirror, into build/upstream-tests; nothing of it becomes part of this tree. Their tests
-may be of another release than the torch that is installed: some fail then, and must fail alike with remat.
+FOLDER holds a PyTorch source tree with its `test/`. Without it, one is taken from Debian's source
+package of pytorch, where apt knows a mirror, into build/upstream-tests; nothing of it becomes part
+of this tree. Their tests may be of another release than the torch that is installed: some fail
+then, and must fail alike with remat.
 
-Prints a table, and each test that does not end the same; the exit status says whether there is one. Their tests need
-expecttest, numpy and pytest beside torch.
+Prints a table, and each test that does not end the same; the exit status says whether there is one.
+Their tests need expecttest, numpy and pytest beside torch.
 """
 
 from __future__ import annotations
@@ -79,7 +81,10 @@ def mirror() -> tuple[str, str]:
             if re.search(r"/debian/?$", fields.get("URIs", "")):
                 key = fields.get("Signed-By")
                 return fields["URIs"].split()[0], f"[signed-by={key}] " if key else ""
-    sys.exit("upstream.py: apt knows no Debian mirror here. Hint: name a PyTorch source tree with --sources.")
+    sys.exit(
+        "upstream.py: apt knows no Debian mirror here. Hint: name a PyTorch source tree with "
+        "--sources."
+    )
 
 
 def fetch() -> Path:
@@ -96,7 +101,9 @@ def fetch() -> Path:
         *("-o", f"Dir::State::lists={CACHE}/lists", "-o", f"Dir::Cache={CACHE}/cache"),
     ]
     subprocess.run(["apt-get", "-q", *settings, "update"], cwd=CACHE, check=True)
-    subprocess.run(["apt-get", "-q", *settings, "source", "--download-only", "pytorch"], cwd=CACHE, check=True)
+    subprocess.run(
+        ["apt-get", "-q", *settings, "source", "--download-only", "pytorch"], cwd=CACHE, check=True
+    )
     archive = next(CACHE.glob("pytorch_*.orig.tar.*"))
     tree.mkdir()
     command = ["tar", "-xf", archive, "-C", tree, "--strip-components=1", "--wildcards", "*/test/*"]
@@ -110,24 +117,40 @@ def ends_of(report: Path) -> dict[str, str]:
     if report.exists():
         for case in xml.parse(report).iter("testcase"):
             children = {each.tag for each in case}
-            end = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+            end = (
+                "failed"
+                if children & {"failure", "error"}
+                else "skipped"
+                if "skipped" in children
+                else "passed"
+            )
             ends[f"{case.get('classname')}.{case.get('name')}"] = end
     return ends
 
 
-def run(sources: Path, suite: str, with_remat: bool, timeout_s: int) -> tuple[dict[str, str], dict[str, int], str]:
+def run(
+    sources: Path, suite: str, with_remat: bool, timeout_s: int
+) -> tuple[dict[str, str], dict[str, int], str]:
     """({test: how it ended}, remat's counters, the output's end)."""
     file, chosen = SUITES[suite]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        arguments = [str(sources / "test" / file), "-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider"]
-        arguments += ["--rootdir", str(sources / "test"), f"--junitxml={report}", "--tb=line", "-W", "ignore"]
+        arguments = [
+            str(sources / "test" / file), "-q", "--noconftest", "-c", os.devnull, "-p",
+            "no:cacheprovider"
+        ]
+        arguments += [
+            "--rootdir", str(sources / "test"), f"--junitxml={report}", "--tb=line", "-W", "ignore"
+        ]
         if chosen:
             arguments += ["-k", chosen]
-        path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+        path = os.pathsep.join(
+            map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        )
         child = subprocess.run(
             [sys.executable, "-c", RUN, json.dumps([with_remat, GONE, arguments])],
-            cwd=sources / "test", env=os.environ | {"CI": "", "PYTHONPATH": path}, text=True, timeout=timeout_s,
+            cwd=sources / "test", env=os.environ | {"CI": "", "PYTHONPATH": path}, text=True,
+            timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         ends = ends_of(report)
@@ -139,28 +162,40 @@ def run(sources: Path, suite: str, with_remat: bool, timeout_s: int) -> tuple[di
 
 
 def count(ends: dict[str, str]) -> str:
-    return " / ".join(str(sum(end == kind for end in ends.values())) for kind in ("passed", "failed", "skipped"))
+    return " / ".join(
+        str(sum(end == kind for end in ends.values())) for kind in ("passed", "failed", "skipped")
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sources", type=Path, help="a PyTorch source tree")
     parser.add_argument("--timeout", type=int, default=1800, help="of one suite [s]")
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all if none is named")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; all if none is named"
+    )
     options = parser.parse_args()
     unknown = set(options.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    lacking = [name for name in ("expecttest", "numpy", "pytest") if importlib.util.find_spec(name) is None]
+    lacking = [
+        name for name in ("expecttest", "numpy", "pytest") if importlib.util.find_spec(name) is None
+    ]
     if lacking:
-        parser.error(f"torch's tests need what is not installed here. Hint: pip install {' '.join(lacking)}")
+        parser.error(
+            f"torch's tests need what is not installed here. Hint: pip install {' '.join(lacking)}"
+        )
     sources = (options.sources or fetch()).resolve()
     print(f"{'suite':12} {'without: pass/fail/skip':26} {'with remat':18} regions opened")
     different = 0
     for suite in options.suites or SUITES:
         plain, _, output = run(sources, suite, False, options.timeout)
         ours, counters, our_output = run(sources, suite, True, options.timeout)
-        print(f"{suite:12} {count(plain):26} {count(ours):18} {counters.get('frames_created', 'died')}", flush=True)
+        print(
+            f"{suite:12} {count(plain):26} {count(ours):18} "
+            f"{counters.get('frames_created', 'died')}",
+            flush=True,
+        )
         if not plain:
             print(output)
         if not ours:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""faults_test.py FUZZ_FAULTS: the fuzzer finds every fault planted in its library, and nothing without one.
+"""faults_test.py FUZZ_FAULTS: the fuzzer finds every fault planted in its library, and nothing
+without one.
 
 The last line is `N passed, N failed`.
 """
@@ -50,7 +51,8 @@ def main():
         what = output.splitlines()[0] if is_found else 'nothing'
         if number:
             word = 'found' if is_found else 'NOT FOUND'
-            print(f'fault {name}: {word} after {programs} programs, {seconds:.1f} s ({what})', flush=True)
+            print(f'fault {name}: {word} after {programs} programs, {seconds:.1f} s ({what})',
+                  flush=True)
         else:
             print(f'no fault: {what} found in {programs} programs, {seconds:.1f} s', flush=True)
         passed, failed = (passed + 1, failed) if is_found == bool(number) else (passed, failed + 1)

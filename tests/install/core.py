@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""core.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT: builds and installs the core alone, and a consumer's program against it."""
+"""core.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT: builds and installs the core alone, and a consumer's
+program against it."""
 import os
 import pathlib
 import shlex
@@ -22,14 +23,17 @@ def main():
     shutil.rmtree(stage, ignore_errors=True)
     if not (WORK / 'build/build.ninja').exists():
         # Unoptimised: whether it links is the question.
-        call(*MESON, 'setup', WORK / 'build', SOURCE, '-Donly_core=true', '-Doptimization=0', f'--prefix={stage}',
+        call(*MESON, 'setup', WORK / 'build', SOURCE, '-Donly_core=true', '-Doptimization=0',
+             f'--prefix={stage}',
              f'-Dtorch_root={TORCH}')
     call(*MESON, 'install', '-C', WORK / 'build', '--quiet')
     [facts] = stage.rglob('remat.pc')
     environment = dict(os.environ, PKG_CONFIG_PATH=str(facts.parent))
-    flags = call('pkg-config', '--cflags', '--libs', 'remat', env=environment, stdout=subprocess.PIPE).stdout.split()
+    flags = call('pkg-config', '--cflags', '--libs', 'remat', env=environment,
+                 stdout=subprocess.PIPE).stdout.split()
     [library] = stage.rglob('libremat.so')
-    call(*shlex.split(os.environ.get('CXX', 'g++')), '-std=c++20', SOURCE / 'tests/install/core.cpp', *flags,
+    call(*shlex.split(os.environ.get('CXX', 'g++')), '-std=c++20',
+         SOURCE / 'tests/install/core.cpp', *flags,
          f'-Wl,-rpath,{library.parent}', '-o', WORK / 'core')
     call(WORK / 'core')
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""run.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT [ARCHIVE]: builds examples/quickstart.cpp the ways a user may.
+"""run.py SOURCE_ROOT BUILD_ROOT TORCH_ROOT [ARCHIVE]: builds examples/quickstart.cpp the ways a
+user may.
 
-As a Meson subproject, and against an installed remat through pkg-config and CMake. With a binary archive of a release,
-against the unpacked archive: through pkg-config, CMake and Meson. Each program must print what
-examples/quickstart.expected says. The work folder stays in the build folder, so that a second run has little to do. The
-last line printed is `N passed, N failed`.
+As a Meson subproject, and against an installed remat through pkg-config and CMake. With a binary
+archive of a release, against the unpacked archive: through pkg-config, CMake and Meson. Each
+program must print what examples/quickstart.expected says. The work folder stays in the build
+folder, so that a second run has little to do. The last line printed is `N passed, N failed`.
 """
 import os
 import pathlib
@@ -73,8 +74,10 @@ def through_pkg_config():
 
 def through_cmake():
     build = WORK / 'cmake'
-    call('cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', build, f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
-         f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}', *([f'-DTORCH_ROOT={TORCH}'] if ARCHIVE else []))
+    call('cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', build,
+         f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
+         f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}',
+         *([f'-DTORCH_ROOT={TORCH}'] if ARCHIVE else []))
     call('cmake', '--build', build, '--parallel', JOBS)
     return build / 'quickstart'
 
@@ -85,7 +88,8 @@ def through_meson():
     shutil.copy2(HERE / 'subproject/meson.build', project)
     shutil.copy2(QUICKSTART, project)
     shutil.rmtree(project / 'build', ignore_errors=True)
-    call(*MESON, 'setup', project / 'build', project, f'-Dpkg_config_path={find_in_stage("remat.pc")}')
+    call(*MESON, 'setup', project / 'build', project,
+         f'-Dpkg_config_path={find_in_stage("remat.pc")}')
     call('ninja', '-C', project / 'build', '-j', JOBS)
     return project / 'build/quickstart'
 
@@ -93,22 +97,29 @@ def through_meson():
 SHIM = '''// Stands for another LibTorch: says of itself that it is one.
 #include <string>
 namespace at {
-__attribute__((visibility("default"))) std::string show_config() { return "..., TORCH_VERSION=1.99.2, ..."; }
+__attribute__((visibility("default"))) std::string show_config() {
+  return "..., TORCH_VERSION=1.99.2, ...";
+}
 }  // namespace at
 '''
 
 
 def refuses_another_torch():
-    """What a program prints that runs with a LibTorch that the library was not built for: empty if that is right."""
+    """What a program prints that runs with a LibTorch that the library was not built for: empty if
+    that is right."""
     source, shim = WORK / 'shim.cpp', WORK / 'shim.so'
     source.write_text(SHIM)
-    flags = output_of('pkg-config', '--cflags', 'remat', env=dict(os.environ, PKG_CONFIG_PATH=str(find_in_stage('remat.pc'))))
-    call(*compiler(), '-std=c++20', '-shared', '-fPIC', source, *(word for word in flags.split() if word.startswith('-D')),
+    flags = output_of('pkg-config', '--cflags', 'remat',
+                      env=dict(os.environ, PKG_CONFIG_PATH=str(find_in_stage('remat.pc'))))
+    call(*compiler(), '-std=c++20', '-shared', '-fPIC', source,
+         *(word for word in flags.split() if word.startswith('-D')),
          '-o', shim)
-    run = subprocess.run([WORK / 'quickstart-pkg-config'], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    run = subprocess.run([WORK / 'quickstart-pkg-config'], text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT,
                          env=dict(os.environ, LD_PRELOAD=str(shim)))
     wanted = 'but this process runs LibTorch 1.99.'
-    return '' if run.returncode != 0 and wanted in run.stdout else f'it did not say "{wanted}":\n{run.stdout}'
+    is_said = run.returncode != 0 and wanted in run.stdout
+    return '' if is_said else f'it did not say "{wanted}":\n{run.stdout}'
 
 
 def refuses_other_headers():
@@ -118,31 +129,41 @@ def refuses_other_headers():
     for folder in ('include/torch/csrc/api/include/torch', 'lib'):
         (other / folder).mkdir(parents=True, exist_ok=True)
     (other / 'include/torch/csrc/api/include/torch/version.h').write_text(
-        '#define TORCH_VERSION_MAJOR 1\n#define TORCH_VERSION_MINOR 99\n#define TORCH_VERSION_PATCH 2\n')
+        '#define TORCH_VERSION_MAJOR 1\n'
+        '#define TORCH_VERSION_MINOR 99\n'
+        '#define TORCH_VERSION_PATCH 2\n')
     (other / 'lib/libtorch.so').touch()
     copy = WORK / 'other-package'
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(package, copy)
     text = (copy / 'rematConfig.cmake').read_text()
-    (copy / 'rematConfig.cmake').write_text(re.sub(r'set\(_remat_torch_(root|libdir) .*\)', lambda found:
+    (copy
+     / 'rematConfig.cmake').write_text(re.sub(r'set\(_remat_torch_(root|libdir) .*\)', lambda found:
         f'set(_remat_torch_{found[1]} "{other}{"/lib" if found[1] == "libdir" else ""}")', text))
-    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-other', f'-Dremat_DIR={copy}',
-                          f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'], text=True,
+    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-other',
+                          f'-Dremat_DIR={copy}',
+                          f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'],
+                         text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     wanted = 'this program uses 1.99.2'
     said = ' '.join(run.stdout.split())
-    return '' if run.returncode != 0 and wanted in said else f'it did not say "{wanted}":\n{run.stdout}'
+    is_said = run.returncode != 0 and wanted in said
+    return '' if is_said else f'it did not say "{wanted}":\n{run.stdout}'
 
 
 def says_where_no_torch_is():
-    """What CMake says where the folder that the archive names does not exist: empty if that is right."""
+    """What CMake says where the folder that the archive names does not exist: empty if that is
+    right."""
     environment = {name: value for name, value in os.environ.items() if name != 'TORCH_ROOT'}
-    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-none', f'-DQUICKSTART={QUICKSTART}',
-                          f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'], text=True,
+    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-none',
+                          f'-DQUICKSTART={QUICKSTART}',
+                          f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
+                          f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'], text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     wanted = 'Hint: -DTORCH_ROOT=/folder'
     said = ' '.join(run.stdout.split())
-    return '' if run.returncode != 0 and wanted in said else f'it did not say "{wanted}":\n{run.stdout}'
+    is_said = run.returncode != 0 and wanted in said
+    return '' if is_said else f'it did not say "{wanted}":\n{run.stdout}'
 
 
 def from_a_wrap():
@@ -155,17 +176,22 @@ def from_a_wrap():
     name = f'remat-{version()}'
     archive = project / f'subprojects/packagefiles/{name}.tar.xz'
     with tarfile.open(archive, 'w:xz', preset=0) as tar:
-        for part in ('meson.build', 'meson_options.txt', 'LICENSE', 'README.md', 'CHANGELOG.md', 'docs', 'include', 'hooks', 'lib',
+        for part in ('meson.build', 'meson_options.txt', 'LICENSE', 'README.md', 'CHANGELOG.md',
+                     'docs', 'include', 'hooks', 'lib',
                      'packaging', 'python', 'tools', 'subprojects', 'examples'):
-            tar.add(SOURCE / part, f'{name}/{part}', filter=lambda each: None if '/.git' in each.name else each)
-    (project / 'subprojects/remat.wrap').write_text(output_of(sys.executable, SOURCE / 'packaging/make_wrap.py', archive))
-    call(*MESON, 'setup', project / 'build', project, f'-Dremat:torch_root={TORCH}', stdout=subprocess.DEVNULL)
+            tar.add(SOURCE / part, f'{name}/{part}',
+                    filter=lambda each: None if '/.git' in each.name else each)
+    (project / 'subprojects/remat.wrap').write_text(
+        output_of(sys.executable, SOURCE / 'packaging/make_wrap.py', archive))
+    call(*MESON, 'setup', project / 'build', project, f'-Dremat:torch_root={TORCH}',
+         stdout=subprocess.DEVNULL)
     return ''
 
 
 def has_papers():
     """Licence and documents come along."""
-    missing = [name for name in ('LICENSE', 'README.md', 'CHANGELOG.md', 'guide.md') if not list(STAGE.rglob(name))]
+    missing = [name for name in ('LICENSE', 'README.md', 'CHANGELOG.md', 'guide.md')
+               if not list(STAGE.rglob(name))]
     return f'not installed: {", ".join(missing)}' if missing else ''
 
 
@@ -182,7 +208,8 @@ def unpack(archive):
     with tarfile.open(archive) as tar:
         tar.extractall(STAGE)
     facts = find_in_stage('remat.pc') / 'remat.pc'
-    facts.write_text(re.sub(r'^torch_root=.*', f'torch_root={TORCH}', facts.read_text(), flags=re.M))
+    facts.write_text(
+        re.sub(r'^torch_root=.*', f'torch_root={TORCH}', facts.read_text(), flags=re.M))
 
 
 def cpu_seconds():
@@ -193,12 +220,15 @@ def cpu_seconds():
 def main():
     shutil.rmtree(STAGE, ignore_errors=True)
     ways = (as_subproject, through_pkg_config, through_cmake)
-    checks = ((refuses_another_torch, 'pkg-config'), (refuses_other_headers, 'cmake'), (has_papers, ''), (from_a_wrap, ''))
+    checks = ((refuses_another_torch, 'pkg-config'), (refuses_other_headers, 'cmake'),
+              (has_papers, ''), (from_a_wrap, ''))
     if ARCHIVE:
         unpack(*ARCHIVE)
-        ways, checks = (through_pkg_config, through_cmake, through_meson), (*checks[:3], (says_where_no_torch_is, 'cmake'))
+        ways, checks = (through_pkg_config, through_cmake,
+                        through_meson), (*checks[:3], (says_where_no_torch_is, 'cmake'))
     else:
-        call(*MESON, 'install', '-C', BUILD, '--no-rebuild', '--quiet', env=dict(os.environ, DESTDIR=str(STAGE)))
+        call(*MESON, 'install', '-C', BUILD, '--no-rebuild', '--quiet',
+             env=dict(os.environ, DESTDIR=str(STAGE)))
     passed = failed = 0
     for way in ways:
         name = way.__name__.replace('_', ' ')

@@ -1,7 +1,8 @@
 """Cases of remat beside Python's own hooks and checkpoints in one process, and how they are run.
 
-Every case runs twice: in a process that used remat before it imported torch, so that torch put its own engine over
-ours, and in one that imported torch first. Prints a line a case; the last line is `N passed, N failed`.
+Every case runs twice: in a process that used remat before it imported torch, so that torch put its
+own engine over ours, and in one that imported torch first. Prints a line a case; the last line is
+`N passed, N failed`.
 """
 import gc
 import subprocess
@@ -14,7 +15,8 @@ import remat_python as remat
 ORDERS = {"remat first": True, "torch first": False}
 
 if len(sys.argv) < 2:
-    answers = [subprocess.run([sys.executable, sys.argv[0], order], stdout=subprocess.PIPE, text=True) for order in ORDERS]
+    answers = [subprocess.run([sys.executable, sys.argv[0], order], stdout=subprocess.PIPE,
+                              text=True) for order in ORDERS]
     lines = []
     for order, answer in zip(ORDERS, answers):
         found = answer.stdout.splitlines()
@@ -32,7 +34,8 @@ if REMAT_FIRST:
     assert "torch" not in sys.modules
     assert remat.native_gradient_is_right()  # opens hooks and regions, and runs a backward
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy|Anomaly Detection has been enabled")
+warnings.filterwarnings("ignore",
+                        message="Failed to initialize NumPy|Anomaly Detection has been enabled")
 import torch  # noqa: E402
 import torch.utils.checkpoint as upstream  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
@@ -162,7 +165,8 @@ def case_of_theirs(function):
 def leftovers():
     """What the case has left behind; the next one starts clean of what can be put right."""
     gc.collect()
-    found = [f"{name} = {value}" for name, value in remat.counters().items() if name.endswith("alive") and value]
+    found = [f"{name} = {value}" for name, value in remat.counters().items()
+             if name.endswith("alive") and value]
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         found.append("Python's hooks")
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""remat beside Python's own hooks and checkpoints in one process (Rule 16): regions of both kinds, captured graphs."""
+"""remat beside Python's own hooks and checkpoints in one process (Rule 16): regions of both kinds,
+captured graphs."""
 import sys
 
 from in_process import (
@@ -83,8 +84,10 @@ def double_backward_goes_through_regions():
         first = torch.autograd.grad(function(x).sum(), x, create_graph=True)[0]
         return torch.autograd.grad(first.pow(2).sum(), x)[0]
 
-    for region in (ours(operators), ours(theirs(operators)), theirs(ours(operators)), remat.native_region):
-        check(torch.equal(twice(region), twice(remat.native_plain if region is remat.native_region else operators)))
+    for region in (ours(operators), ours(theirs(operators)), theirs(ours(operators)),
+                   remat.native_region):
+        check(torch.equal(twice(region), twice(remat.native_plain if region is remat.native_region
+                                               else operators)))
 
 
 @case
@@ -98,8 +101,8 @@ def a_backward_inside_a_region_works():
     same_gradient(theirs(ours(inner)), inner)
 
 
-# A backward in C++ before the import starts the engine's threads for another engine than Python's, which then crashes
-# when backward calls nest deeper than 60; without remat too.
+# A backward in C++ before the import starts the engine's threads for another engine than Python's,
+# which then crashes when backward calls nest deeper than 60; without remat too.
 @(lambda function: function if REMAT_FIRST else case(function))
 def eighty_backward_calls_inside_each_other_work():
     class Deeper(torch.autograd.Function):
@@ -147,7 +150,8 @@ def a_model_trains_as_without_regions():
     def train(region):
         torch.manual_seed(1)
         blocks = [
-            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(16, 8))
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.GELU(),
+                                torch.nn.Linear(16, 8))
             for _ in range(4)
         ]
         parameters = [parameter for block in blocks for parameter in block.parameters()]
@@ -162,7 +166,8 @@ def a_model_trains_as_without_regions():
         return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
     plain = train(lambda block: block)
-    for region in (ours, theirs, lambda block: ours(theirs(block)), lambda block: theirs(ours(block))):
+    for region in (ours, theirs, lambda block: ours(theirs(block)),
+                   lambda block: theirs(ours(block))):
         check(torch.equal(train(region), plain))
 
 
@@ -257,14 +262,16 @@ def their_regions_work_while_our_hooks_are_alive_and_after(options):
 @case_of_theirs
 def our_region_inside_theirs(options):
     function = Calls(operators)
-    same_gradient(theirs(lambda x: ours(function)(x.sin()).cos(), **options), lambda x: operators(x.sin()).cos())
+    same_gradient(theirs(lambda x: ours(function)(x.sin()).cos(), **options),
+                  lambda x: operators(x.sin()).cos())
     equal(function.count, 3)  # forward, their recompute, ours
 
 
 @case_of_theirs
 def their_region_inside_ours(options):
     function = Calls(operators)
-    same_gradient(ours(lambda x: theirs(function, **options)(x.sin()).cos()), lambda x: operators(x.sin()).cos())
+    same_gradient(ours(lambda x: theirs(function, **options)(x.sin()).cos()),
+                  lambda x: operators(x.sin()).cos())
     equal(function.count, 3)
 
 
@@ -316,11 +323,12 @@ def their_reentrant_regions_work_beside_ours():
         check(torch.equal(by_backward(reentrant(operators)), expected))
 
 
-# ---- a device's graphs (where there is one) ---------------------------------------------------------
+# ---- a device's graphs (where there is one) ------------------------------------------------------
 
 
 def captured(step):
-    """What `step` gives as a captured graph, replayed; it is run three times before, as capture wants."""
+    """What `step` gives as a captured graph, replayed; it is run three times before, as capture
+    wants."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -337,7 +345,8 @@ def captured(step):
 
 @case
 def a_captured_graph_holds_forward_and_recompute():
-    # LibTorch starts its device threads for the engine of the first backward, which another may replace.
+    # LibTorch starts its device threads for the engine of the first backward, which another may
+    # replace.
     if not torch.cuda.is_available() or REMAT_FIRST:
         return
     x = leaf().cuda().detach().requires_grad_()

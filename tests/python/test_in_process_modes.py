@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""remat beside Python in one process (Rule 16): Python's hooks, dispatch modes, errors and threads."""
+"""remat beside Python in one process (Rule 16): Python's hooks, dispatch modes, errors and
+threads."""
 import functools
 import sys
 import threading
@@ -84,7 +85,8 @@ def Python_s_hooks_inside_a_region_hide_its_hook():
     y = ours(function)(x)
     equal(hooks.packs, 1)
     gradient = torch.autograd.grad(y.sum(), x)[0]
-    equal((hooks.packs, hooks.unpacks), (2, 1))  # the recompute packs again, and that graph is dropped
+    # the recompute packs again, and that graph is dropped
+    equal((hooks.packs, hooks.unpacks), (2, 1))
     check(torch.equal(gradient, gradient_of(plain)))
 
 
@@ -241,7 +243,8 @@ def kernels_under_a_policy_find_the_keys_that_they_find_without():
     check(torch.equal(result, expected))
     result.sum().backward()
     expected.sum().backward()
-    check(torch.equal(torch.view_as_real(x.grad.resolve_conj()), torch.view_as_real(plain.grad.resolve_conj())))
+    check(torch.equal(torch.view_as_real(x.grad.resolve_conj()),
+                      torch.view_as_real(plain.grad.resolve_conj())))
 
     def changes_what_is_saved(x):
         saved = x.tanh()
@@ -262,8 +265,10 @@ def policies_work_beside_dispatch_modes_inside_them():
             y = operators(x)
         return y.exp()
 
-    same_gradient(lambda x: remat.checkpoint(function, x, save_ops=["aten::exp"]), lambda x: operators(x).exp())
-    equal(inside.count("aten.exp.default"), 2)  # the mode is the inner one: it sees a replayed call, too
+    same_gradient(lambda x: remat.checkpoint(function, x, save_ops=["aten::exp"]),
+                  lambda x: operators(x).exp())
+    # the mode is the inner one: it sees a replayed call, too
+    equal(inside.count("aten.exp.default"), 2)
     equal(torch._C._len_torch_dispatch_stack(), 0)
 
 
@@ -271,7 +276,8 @@ def policies_work_beside_dispatch_modes_inside_them():
 def policies_nest_with_upstream_selective_checkpointing():
     def policy(context, op, *args, **kwargs):
         kept = op == torch.ops.aten.exp.default
-        return upstream.CheckpointPolicy.MUST_SAVE if kept else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+        answers = upstream.CheckpointPolicy
+        return answers.MUST_SAVE if kept else answers.PREFER_RECOMPUTE
 
     def theirs_selective(function):
         contexts = functools.partial(upstream.create_selective_checkpoint_contexts, policy)
@@ -307,7 +313,8 @@ def an_exception_in_forward_keeps_its_type():
         raise Refused("not now")
 
     error = raises(Refused, "not now", lambda: ours(function)(leaf()))
-    check("in function" in "".join(traceback.format_tb(error.__traceback__)), "the traceback is lost")
+    check("in function" in "".join(traceback.format_tb(error.__traceback__)),
+          "the traceback is lost")
     raises(Refused, "not now", lambda: theirs(ours(function))(leaf()))
     raises(Refused, "not now", lambda: ours(theirs(function))(leaf()))
     raises(TypeError, "unknown option", lambda: remat.checkpoint(function, leaf(), colour="red"))

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Builds the site of the documents and of the references: build.py [--set-up] FOLDER
 
-Writes the source of the site into FOLDER/source: the Markdown files as they are, a page for each header of include/remat,
-which Breathe fills from Doxygen's XML, and the pages of the Python reference. Sphinx makes FOLDER/html of it. --set-up first
-installs requirements.txt into .venv-docs. As a filter of Doxygen's, build.py --header FILE prints a header whose first
-comment documents the file. Ends with 77 where Doxygen or Sphinx is missing. A warning of either is an error.
+Writes the source of the site into FOLDER/source: the Markdown files as they are, a page for each
+header of include/remat, which Breathe fills from Doxygen's XML, and the pages of the Python
+reference. Sphinx makes FOLDER/html of it. --set-up first installs requirements.txt into .venv-docs.
+As a filter of Doxygen's, build.py --header FILE prints a header whose first comment documents the
+file. Ends with 77 where Doxygen or Sphinx is missing. A warning of either is an error.
 """
 
 import re
@@ -32,14 +33,17 @@ LABELS = "Memory|Arguments|Threads|Throws|Cost|Not counted|Sources?|Examples?"
 
 def documents():
     """The path of each document: its path in the site, without a suffix."""
-    found = [str(file.relative_to(ROOT)) for pattern in DOCUMENTS for file in sorted(ROOT.glob(pattern))]
+    found = [str(file.relative_to(ROOT)) for pattern in DOCUMENTS
+             for file in sorted(ROOT.glob(pattern))]
     return {name: "index" if name == "README.md" else name.removesuffix(".md") for name in found}
 
 
 def opening(file):
     """The first sentence of the comment that opens a C++ source."""
-    found = re.match(r"(?:#pragma once\n|#include .*\n)?((?://.*\n)+)", (ROOT / file).read_text(encoding="utf-8"))
-    words = " ".join(line.removeprefix("//").strip() for line in found[1].splitlines()) if found else ""
+    found = re.match(r"(?:#pragma once\n|#include .*\n)?((?://.*\n)+)",
+                     (ROOT / file).read_text(encoding="utf-8"))
+    words = " ".join(line.removeprefix("//").strip()
+                     for line in found[1].splitlines()) if found else ""
     return re.match(r".*?[.](?=\s|$)|.*", words)[0]
 
 
@@ -48,7 +52,8 @@ def header(path):
     def documented(match):
         return "/// \\file\n" + match[1].replace("//", "///")
 
-    text = re.sub(r"^#pragma once\n((?://.*\n)+)", documented, Path(path).read_text(encoding="utf-8"))
+    text = re.sub(r"^#pragma once\n((?://.*\n)+)", documented,
+                  Path(path).read_text(encoding="utf-8"))
     # A paragraph each, as they begin a line.
     text = re.sub(rf"^( */// )({LABELS})(?=:| `)(:?)", r"\1<p><b>\2\3</b>", text, flags=re.M)
     # Doxygen 1.9.4 shows friends. Those with a body are operators.
@@ -61,18 +66,23 @@ def write(file, text):
 
 
 def tidy(xml):
-    """Leaves the parts of Doxygen's XML that a user may see. Members of namespaces become members of files, by full names."""
+    """Leaves the parts of Doxygen's XML that a user may see. Members of namespaces become members
+    of files, by full names."""
     trees = {file: ET.parse(file) for file in xml.glob("*.xml")}
-    compounds = {each.get("id"): each for tree in trees.values() for each in tree.iter("compounddef")}
-    files = {each.find("location").get("file"): each for each in compounds.values() if each.get("kind") == "file"}
+    compounds = {each.get("id"): each for tree in trees.values()
+                 for each in tree.iter("compounddef")}
+    files = {each.find("location").get("file"): each for each in compounds.values()
+             if each.get("kind") == "file"}
 
     for compound in list(compounds.values()):
         for parent in list(compound.iter()):
             for each in list(parent):
-                is_private = each.get("prot") == "private" or each.get("kind", "").startswith("private-")
+                is_private = each.get("prot") == "private" or each.get("kind",
+                                                                       "").startswith("private-")
                 # Sphinx's parser of C++ does not know designated initializers.
                 is_designated = each.tag == "initializer" and "{." in "".join(each.itertext())
-                is_deleted = "=delete" in (each.findtext("argsstring") or "") and not "".join(each.find("detaileddescription").itertext()).strip()
+                is_deleted = "=delete" in (each.findtext("argsstring") or "") and not "".join(
+                    each.find("detaileddescription").itertext()).strip()
                 if is_private or is_designated or is_deleted or each.tag == "innernamespace":
                     parent.remove(each)
         for member in compound.iter("memberdef"):
@@ -80,8 +90,10 @@ def tidy(xml):
         if compound.get("kind") == "namespace":
             for section in compound.findall("sectiondef"):
                 for member in section.findall("memberdef"):
-                    member.find("name").text = f"{compound.findtext('compoundname')}::{member.findtext('name')}"
-                    there = ET.SubElement(files[member.find("location").get("file")], "sectiondef", kind=section.get("kind"))
+                    scope, name = compound.findtext("compoundname"), member.findtext("name")
+                    member.find("name").text = f"{scope}::{name}"
+                    there = ET.SubElement(files[member.find("location").get("file")], "sectiondef",
+                                          kind=section.get("kind"))
                     there.append(member)
     for file, tree in trees.items():
         tree.write(file, encoding="utf-8", xml_declaration=True)
@@ -98,18 +110,32 @@ def stage(source):
     for pattern in PICTURES:
         for picture in ROOT.glob(pattern):
             text, there = picture.read_text(encoding="utf-8"), source / picture.relative_to(ROOT)
-            # Readers choose light or dark on the page. A media query in a picture does not see that choice.
+            # Readers choose light or dark on the page. A media query in a picture does not see that
+            # choice.
             if DARK in text:
                 write(there.with_suffix(".dark.svg"), text.replace(DARK, "@media all"))
             write(there, text.replace(DARK, "@media not all"))
-    headers = sorted(file.name for file in (ROOT / "include/remat").glob("*.h") if file.name != "export.h")
+    headers = sorted(file.name for file in (ROOT / "include/remat").glob("*.h")
+                     if file.name != "export.h")
     for name in headers:
         title = f"remat/{name}"
-        write(source / f"include/remat/{name}.rst", f"{title}\n{'=' * len(title)}\n\n.. doxygenfile:: {name}\n")
-    rows = "".join(f"| [remat/{name}](remat/{name}.rst) | {opening(f'include/remat/{name}')} |\n" for name in headers)
+        write(source / f"include/remat/{name}.rst",
+              f"{title}\n{'=' * len(title)}\n\n.. doxygenfile:: {name}\n")
+    rows = "".join(f"| [remat/{name}](remat/{name}.rst) | {opening(f'include/remat/{name}')} |\n"
+                   for name in headers)
     pages = "".join(f"remat/{name}\n" for name in headers)
-    write(source / "include/remat.md", "# C++ reference\n\nThe public headers. `#include <remat/remat.h>` includes all that "
-          f"programs need.\n\n| header | |\n|---|---|\n{rows}\n```{{toctree}}\n:hidden:\n\n{pages}```\n")
+    write(source / "include/remat.md", "# C++ reference\n"
+                                       "\n"
+                                       "The public headers. `#include <remat/remat.h>` includes "
+                                       "all that programs need.\n"
+                                       "\n"
+                                       "| header | |\n"
+                                       "|---|---|\n"
+                                       f"{rows}\n"
+                                       f"```{{toctree}}\n"
+                                       ":hidden:\n"
+                                       "\n"
+                                       f"{pages}```\n")
     for name, text in python_reference.pages().items():
         write(source / f"python/{name}.md", text)
 
@@ -121,18 +147,23 @@ def build(out):
         stage(out / "source")
     except LookupError as error:
         return out / "html", str(error)
-    write(out / "Doxyfile", (TOOLS / "Doxyfile").read_text(encoding="utf-8") + "".join(f"{name} = {value}\n" for name, value in {
-        "INPUT": f'"{ROOT}/include/remat"', "EXCLUDE": f'"{ROOT}/include/remat/export.h"', "OUTPUT_DIRECTORY": f'"{out}"',
-        "STRIP_FROM_PATH": f'"{ROOT}/include"', "FILTER_PATTERNS": f'"*.h={sys.executable} {TOOLS}/build.py --header"'}.items()))
+    write(out / "Doxyfile", (TOOLS / "Doxyfile").read_text(encoding="utf-8")
+          + "".join(f"{name} = {value}\n" for name, value in {
+        "INPUT": f'"{ROOT}/include/remat"', "EXCLUDE": f'"{ROOT}/include/remat/export.h"',
+        "OUTPUT_DIRECTORY": f'"{out}"',
+        "STRIP_FROM_PATH": f'"{ROOT}/include"',
+        "FILTER_PATTERNS": f'"*.h={sys.executable} {TOOLS}/build.py --header"'}.items()))
 
     def said_by(*command):
-        run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                             check=False)
         return run.stderr or (f"{command[0]} ended with {run.returncode}" if run.returncode else "")
 
     faults = said_by("doxygen", out / "Doxyfile")
     if not faults:
         tidy(out / "xml")
-        faults = said_by(PYTHON, "-B", "-m", "sphinx", "-q", "-W", "--keep-going", "-c", TOOLS, "-d", out / "doctrees",
+        faults = said_by(PYTHON, "-B", "-m", "sphinx", "-q", "-W", "--keep-going", "-c", TOOLS,
+                         "-d", out / "doctrees",
                          "-D", f"breathe_projects.remat={out}/xml", out / "source", out / "html")
     return out / "html", faults
 
@@ -141,9 +172,13 @@ def set_up():
     """Installs Sphinx and the packages beside it, unless these versions are there."""
     wanted = TOOLS / "requirements.txt"
     if not INSTALLED.exists() or INSTALLED.read_bytes() != wanted.read_bytes():
-        print("\n== Fetching Sphinx with pip into .venv-docs (about 20 MB), which makes a site of the documents", file=sys.stderr, flush=True)
+        print(
+            "\n"
+            "== Fetching Sphinx with pip into .venv-docs (about 20 MB), which makes a site of the "
+            "documents", file=sys.stderr, flush=True)
         for command in ([sys.executable, "-m", "venv", "--clear", INSTALLED.parent],
-                        [PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", wanted]):
+                        [PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r",
+                         wanted]):
             if subprocess.run(command, check=False).returncode:
                 sys.exit("Sphinx could not be installed.")
         shutil.copyfile(wanted, INSTALLED)
@@ -151,7 +186,8 @@ def set_up():
 
 def missing():
     """The programs without which there is no site."""
-    return [name for name, found in (("Doxygen", shutil.which("doxygen")), ("Sphinx", INSTALLED.exists())) if not found]
+    return [name for name, found
+            in (("Doxygen", shutil.which("doxygen")), ("Sphinx", INSTALLED.exists())) if not found]
 
 
 def main(arguments):
@@ -166,7 +202,9 @@ def main(arguments):
     if len(arguments) != 1 or arguments[0].startswith("-"):
         sys.exit(__doc__)
     if missing():
-        print(f"There is no {' and no '.join(missing())} here, so there is no site. `./dev docs` fetches both.")
+        print(
+            f"There is no {' and no '.join(missing())} here, so there is no site. `./dev docs` "
+            "fetches both.")
         return SKIPPED
     html, faults = build(Path(arguments[0]).resolve())
     print(faults or f"{html}/index.html", file=sys.stderr if faults else sys.stdout)

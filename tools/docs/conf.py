@@ -1,4 +1,5 @@
-"""Sphinx's settings for the site, and the links that only the site has: to files of the tree, to names of the references."""
+"""Sphinx's settings for the site, and the links that only the site has: to files of the tree, to
+names of the references."""
 
 import functools
 import html
@@ -22,7 +23,8 @@ sys.path.insert(0, str(TOOLS))
 from build import opening
 
 project = "remat"
-release = re.search(r'REMAT_VERSION "(.*)"', (ROOT / "include/remat/version.h").read_text("utf-8"))[1]
+release = re.search(r'REMAT_VERSION "(.*)"',
+                    (ROOT / "include/remat/version.h").read_text("utf-8"))[1]
 extensions = ["myst_parser", "breathe", "sphinx_copybutton"]
 root_doc = "index"
 html_theme = "furo"
@@ -40,7 +42,8 @@ smartquotes = False
 # Texts and errors in comments count as C++; several classes have an attribute `type`.
 suppress_warnings = ["misc.highlighting_failure", "ref.python"]
 
-FILE = re.compile(r"\b((?:docs|examples|bench|python|tests)/[\w/-]+\.(?:md|cpp|h|py))\b(?:,\s([A-Z][\w ]*\w))?")
+FILE = re.compile(
+    r"\b((?:docs|examples|bench|python|tests)/[\w/-]+\.(?:md|cpp|h|py))\b(?:,\s([A-Z][\w ]*\w))?")
 NAME = re.compile(r"(remat\.|remat::)?([A-Za-z_][\w.:]*?)(?:\(.*\))?")
 
 
@@ -70,27 +73,31 @@ class HeaderOrder(SphinxTransform):
             return
         for rubric in list(self.document.findall(nodes.rubric)):    # "Public Functions"
             rubric.parent.remove(rubric)
-        lines = {each.get("id"): int(each.find("location").get("line")) for each in described(self.config.breathe_projects["remat"])}
+        lines = {each.get("id"): int(each.find("location").get("line"))
+                 for each in described(self.config.breathe_projects["remat"])}
         page, pieces, waiting = self.document[0], [], []
         for child in page.children:
             waiting.append(child)
             if not isinstance(child, addnodes.index):    # belongs to the next one
-                ids = [each for target in child.findall(nodes.target) for each in target["ids"] if each in lines]
+                ids = [each for target in child.findall(nodes.target) for each in target["ids"]
+                       if each in lines]
                 pieces.append((lines[ids[0]] if ids else 0, waiting))
                 waiting = []
-        page.children = [child for _, piece in sorted(pieces, key=lambda piece: piece[0]) for child in piece]
+        page.children = [child for _, piece in sorted(pieces, key=lambda piece: piece[0])
+                         for child in piece]
 
 
 @functools.cache
 def described(folder):
     """The elements of Doxygen's XML that describe a name with a line."""
     return [each for file in Path(folder).glob("*.xml") for each in ET.parse(file).iter()
-            if each.tag in ("compounddef", "memberdef") and each.find("location") is not None and each.find("location").get("line")]
+            if each.tag in ("compounddef", "memberdef") and each.find("location") is not None
+            and each.find("location").get("line")]
 
 
 class TreeLinks(SphinxPostTransform):
-    """Turns links to files, and paths in comments, into links to documents, pages of headers and listings; turns names in code
-    letters into links to the references."""
+    """Turns links to files, and paths in comments, into links to documents, pages of headers and
+    listings; turns names in code letters into links to the references."""
 
     default_priority = 5    # before MyST reports links without a target
 
@@ -104,7 +111,8 @@ class TreeLinks(SphinxPostTransform):
         if folder.startswith(("include", "python")):
             for node in list(self.document.findall(nodes.Text)):
                 self.link_paths(node)
-        objects = {each[0]: each for domain in ("cpp", "py") for each in self.env.domains[domain].get_objects()}
+        objects = {each[0]: each for domain in ("cpp", "py")
+                   for each in self.env.domains[domain].get_objects()}
         for node in list(self.document.findall(nodes.literal)):
             self.link_name(node, objects)
 
@@ -122,7 +130,8 @@ class TreeLinks(SphinxPostTransform):
         for match in FILE.finditer(text):
             path, heading = match.groups()
             slug = (heading or "").lower().replace(" ", "-")
-            found = self.env.metadata.get(path.removesuffix(".md"), {}).get("myst_slugs", {}).get(slug)
+            found = self.env.metadata.get(path.removesuffix(".md"), {}).get("myst_slugs",
+                                                                            {}).get(slug)
             last = match.end() if found else match.end(1)
             if (ROOT / path).exists():
                 target = self.reference(path, [nodes.Text(text[match.start():last])])
@@ -141,11 +150,13 @@ class TreeLinks(SphinxPostTransform):
         is_python = prefix == "remat." or (not prefix and "python" in self.env.docname)
         found = objects.get(("remat." if is_python else "remat::") + name)
         if found and found[3] != self.env.docname:
-            node.replace_self(make_refnode(self.app.builder, self.env.docname, found[3], found[4], node.deepcopy()))
+            node.replace_self(make_refnode(self.app.builder, self.env.docname, found[3], found[4],
+                                           node.deepcopy()))
 
 
 def sentences(folder):
-    """The first sentence of each C++ source, as a table. The body of a header has none: it opens with that header."""
+    """The first sentence of each C++ source, as a table. The body of a header has none: it opens
+    with that header."""
     for file in sorted(folder.rglob("*")):
         if file.suffix in (".h", ".cpp") and opening(file):
             words = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(opening(file)))
@@ -160,7 +171,8 @@ def listings(app):
             body = f"<table class='docutils'>{''.join(sentences(file))}</table>"
         else:
             lexer = find_lexer_class_for_filename(path)
-            body = app.builder.highlighter.highlight_block(file.read_text("utf-8"), lexer.aliases[0] if lexer else "none")
+            body = app.builder.highlighter.highlight_block(file.read_text("utf-8"),
+                                                           lexer.aliases[0] if lexer else "none")
         yield path, {"title": path, "body": f"<h1>{path}</h1>{body}"}, "page.html"
 
 

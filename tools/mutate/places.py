@@ -1,13 +1,16 @@
-"""The places of a C++ source where a rule plants a fault, read from its text as clang-format leaves it."""
+"""The places of a C++ source where a rule plants a fault, read from its text as clang-format leaves
+it."""
 
 import dataclasses
 import hashlib
 import re
 
 COMPARISONS = {'==': '!=', '!=': '==', '<': '<=', '<=': '<', '>': '>=', '>=': '>'}
-RELEASES = ('reset', 'clear', 'erase', 'pop_back', 'pop_front', 'pop', 'release', 'close', 'drop', 'free', 'forget', 'end',
+RELEASES = ('reset', 'clear', 'erase', 'pop_back', 'pop_front', 'pop', 'release', 'close', 'drop',
+            'free', 'forget', 'end',
             'remove')
-NO_CALL = ('return', 'if', 'for', 'while', 'switch', 'throw', 'delete', 'static_assert', 'sizeof', 'catch', 'co_return',
+NO_CALL = ('return', 'if', 'for', 'while', 'switch', 'throw', 'delete', 'static_assert', 'sizeof',
+           'catch', 'co_return',
            'case', 'defined', 'decltype', 'alignas', 'new', 'else', 'do', 'goto', 'using')
 
 
@@ -21,7 +24,8 @@ class Mutation:
 
 @dataclasses.dataclass
 class Place:
-    """The range [begin, end) of a source, and what may stand there instead. `form`: 'condition', 'statement' or 'lock'."""
+    """The range [begin, end) of a source, and what may stand there instead. `form`: 'condition',
+    'statement' or 'lock'."""
     path: str
     begin: int
     end: int
@@ -33,10 +37,12 @@ class Place:
 
 
 def mask(text):
-    """The text with comments, literals and preprocessor lines blotted out, every other character where it was."""
+    """The text with comments, literals and preprocessor lines blotted out, every other character
+    where it was."""
     def blot(found):
         return re.sub(r'[^\n]', ' ' if found[0][0] in '/#' else '_', found[0])
-    pattern = r'^#(?:[^\n]*\\\n)*[^\n]*|//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])+\''
+    pattern = (r'^#(?:[^\n]*\\\n)*[^\n]*|//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"'
+               r'|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])+\'')
     return re.sub(pattern, blot, text, flags=re.S | re.M)
 
 
@@ -63,7 +69,8 @@ def top_level(masked, begin, end, pattern):
         elif masked[i] in ')]}':
             depth -= 1
         elif depth == 0 and i - begin in matches:
-            found.append((begin + matches[i - begin].start(), begin + matches[i - begin].end(), matches[i - begin][0]))
+            found.append((begin + matches[i - begin].start(), begin + matches[i - begin].end(),
+                          matches[i - begin][0]))
     return found
 
 
@@ -73,7 +80,8 @@ def one_line(text):
 
 
 def operands(masked, begin, end):
-    """(joint, ranges) of a condition: '&&' or '||', or '' and the whole. Of a mixture the looser one."""
+    """(joint, ranges) of a condition: '&&' or '||', or '' and the whole. Of a mixture the looser
+    one."""
     for joint in ('||', '&&'):
         joints = top_level(masked, begin, end, re.escape(f' {joint}'))
         if joints:
@@ -94,7 +102,8 @@ def condition_mutations(text, masked, begin, end, *, negates=True):
     joint, parts = operands(masked, begin, end)
     for part in parts:
         if joint:
-            yield Mutation('comparison dropped', with_part(part, 'true' if joint == '&&' else 'false'))
+            yield Mutation('comparison dropped',
+                           with_part(part, 'true' if joint == '&&' else 'false'))
         inner = [part]
         if joint == '||':
             _, inner = operands(masked, *part)
@@ -108,7 +117,8 @@ def condition_mutations(text, masked, begin, end, *, negates=True):
             sign_begin, sign_end, sign = signs[0]
             sign = sign.strip()
             if sign in ('==', '!=') and 'ersion' in masked[each[0]:each[1]]:
-                yield Mutation('version not checked', with_part(each, 'true' if sign == '==' else 'false'))
+                yield Mutation('version not checked',
+                               with_part(each, 'true' if sign == '==' else 'false'))
             elif sign in ('==', '!=') and negates and not joint:
                 continue    # the same as negating all
             else:
@@ -136,7 +146,8 @@ def conditions(text, masked):
         if asks:
             if not top_level(masked, begin, asks[0][0], r'(?<![=!<>+*/|&-])=(?!=)'):
                 yield begin, asks[0][0], list(condition_mutations(text, masked, begin, asks[0][0]))
-        elif top_level(masked, begin, end, r' (?:&&|\|\||==|!=|<=|>=|<|>)(?=\s)') and '<<' not in masked[begin:end]:
+        elif top_level(masked, begin, end,
+                       r' (?:&&|\|\||==|!=|<=|>=|<|>)(?=\s)') and '<<' not in masked[begin:end]:
             yield begin, end, list(condition_mutations(text, masked, begin, end))
     for found in re.finditer(r'\bfor \(', masked):
         close = closing(masked, found.end() - 1)
@@ -147,7 +158,8 @@ def conditions(text, masked):
         signs = top_level(masked, begin, end, r' (?:<|!=)(?=\s)')
         if len(signs) == 1 and '&&' not in masked[begin:end]:
             left, right = one_line(text[begin:signs[0][0]]), one_line(text[signs[0][1]:end])
-            last = f'{left} + 1 < {right}' if signs[0][2].strip() == '<' else f'std::next({left}) != {right}'
+            last = f'{left} + 1 < {right}' if signs[0][2].strip(
+                ) == '<' else f'std::next({left}) != {right}'
             yield begin, end, [Mutation('boundary moved', last)]
 
 
@@ -163,7 +175,8 @@ def closing_before(masked, begin, end):
 
 
 def statements(text, masked):
-    """(begin, end, mutations) of statements that may be left out: calls, and what lets go of something."""
+    """(begin, end, mutations) of statements that may be left out: calls, and what lets go of
+    something."""
     for found in re.finditer(r'(?<=[;{})])\s+(?=[A-Za-z_])|\belse\s+(?=[A-Za-z_])', masked):
         begin = found.end()
         ends = top_level(masked, begin, min(len(masked), begin + 1500), r';')
@@ -182,17 +195,21 @@ def statements(text, masked):
         last_name = re.findall(r'\w+', call[0])[-1] if is_call else ''
         if last_name in ('lock', 'unlock'):
             continue    # counted apart
-        is_release = lets_go or any(last_name == name or last_name.startswith(name + '_') for name in RELEASES)
+        is_release = lets_go or any(last_name == name or last_name.startswith(name + '_')
+                                    for name in RELEASES)
         yield begin, end + 1, [Mutation('release left out' if is_release else 'call dropped', '')]
 
 
 def locks(text, masked):
     for found in re.finditer(r'(?:const )?std::lock_guard<([\w:]+)> (\w+)\(([^;]+)\);', masked):
-        yield found.start(), found.end(), [Mutation('lock dropped', f'std::unique_lock<{found[1]}> {found[2]}({found[3]}, std::defer_lock);')]
+        yield found.start(), found.end(), [
+            Mutation('lock dropped',
+                     f'std::unique_lock<{found[1]}> {found[2]}({found[3]}, std::defer_lock);')]
 
 
 def places_of(path, text, kind):
-    """The places of one source, none within another, in the order of the text. `kind`: 'faults' or 'locks'."""
+    """The places of one source, none within another, in the order of the text. `kind`: 'faults' or
+    'locks'."""
     masked = mask(text)
     found = []
     if kind == 'locks':
@@ -205,7 +222,8 @@ def places_of(path, text, kind):
     for form, begin, end, mutations in found:
         if mutations and all(end <= other.begin or begin >= other.end for other in taken):
             begin += len(text[begin:end]) - len(text[begin:end].lstrip())
-            taken.append(Place(path, begin, end, text.count('\n', 0, begin) + 1, form, one_line(text[begin:end]), mutations))
+            taken.append(Place(path, begin, end, text.count('\n', 0, begin) + 1, form,
+                               one_line(text[begin:end]), mutations))
     taken.sort(key=lambda place: place.begin)
     times = {}
     for place in taken:
@@ -227,7 +245,8 @@ def planted(place, text):
                 f'if (!{is_chosen(place.mutations[0])}) {found[2]}.lock();')
     if place.form == 'statement':
         return f'{{ if (!{is_chosen(place.mutations[0])}) {code} }}'
-    chain = ''.join(f'{is_chosen(each)} ? static_cast<bool>({each.text}) : ' for each in place.mutations)
+    chain = ''.join(f'{is_chosen(each)} ? static_cast<bool>({each.text}) : '
+                    for each in place.mutations)
     tail = '\n' if '//' in code.rsplit('\n', 1)[-1] else ''
     assert not tail, code
     return f'({chain}static_cast<bool>({code}))'

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""mutate/run.py [FILE...]: plants faults in the library by rule and says which of them no test notices.
+"""mutate/run.py [FILE...]: plants faults in the library by rule and says which of them no test
+notices.
 
-Without a FILE as many are drawn by seed as --count says, at least one in each source; with FILEs all of theirs run. All
-are compiled into one build of its own, in build/mutants, and chosen there by environment (REMAT_MUTANT); the library
-that is installed has none. A run that is interrupted goes on where it was: what is known stands in results.jsonl.
+Without a FILE as many are drawn by seed as --count says, at least one in each source; with FILEs
+all of theirs run. All are compiled into one build of its own, in build/mutants, and chosen there by
+environment (REMAT_MUTANT); the library that is installed has none. A run that is interrupted goes
+on where it was: what is known stands in results.jsonl.
 
-Each test case that reaches a place runs, the quick ones first, until one fails. A crash and a run that takes too long
-count as noticed. What survives is either listed in tests/mutants.txt with a reason, or wants a test.
+Each test case that reaches a place runs, the quick ones first, until one fails. A crash and a run
+that takes too long count as noticed. What survives is either listed in tests/mutants.txt with a
+reason, or wants a test.
 """
 
 import argparse
@@ -47,18 +50,22 @@ def limit_process():
 
 
 class Tests:
-    """The cases of the test programs, run with the library with faults: which places each reaches, and what it takes."""
+    """The cases of the test programs, run with the library with faults: which places each reaches,
+    and what it takes."""
 
     def __init__(self, build, folder, kind, seconds, random):
         self.build, self.folder, self.kind = build, folder, kind
         self.seconds, self.random = seconds, random
-        self.environment = dict(os.environ, LD_LIBRARY_PATH=str(folder / 'lib'), OMP_WAIT_POLICY='passive')
+        self.environment = dict(os.environ, LD_LIBRARY_PATH=str(folder / 'lib'),
+                                OMP_WAIT_POLICY='passive')
         self.before = []
         if kind == 'locks':
-            self.tsan = f'suppressions={ROOT}/tools/tsan.supp:allocator_may_return_null=1:exitcode=66:halt_on_error='
+            self.tsan = (f'suppressions={ROOT}/tools/tsan.supp:allocator_may_return_null=1:'
+                         'exitcode=66:halt_on_error=')
             self.environment['TSAN_OPTIONS'] = self.tsan + '1'
             compiler = os.environ.get('CXX', 'g++').split()[-1]
-            found = subprocess.run([compiler, '-print-file-name=libtsan.so'], text=True, stdout=subprocess.PIPE).stdout
+            found = subprocess.run([compiler, '-print-file-name=libtsan.so'], text=True,
+                                   stdout=subprocess.PIPE).stdout
             self.environment['LD_PRELOAD'] = found.strip()
             if subprocess.run(['setarch', '-R', 'true'], stderr=subprocess.DEVNULL).returncode == 0:
                 self.before = ['setarch', '-R']
@@ -66,9 +73,12 @@ class Tests:
 
     def run(self, command, seconds, **environment):
         """(exit status or 'hang', output)"""
-        process = subprocess.Popen([*self.before, *map(str, command)], env={**self.environment, **environment},
-                                   cwd=self.folder, text=True, errors='replace', stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, preexec_fn=limit_process, start_new_session=True)
+        process = subprocess.Popen([*self.before, *map(str, command)],
+                                   env={**self.environment, **environment},
+                                   cwd=self.folder, text=True, errors='replace',
+                                   stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, preexec_fn=limit_process,
+                                   start_new_session=True)
         try:
             output, _ = process.communicate(timeout=seconds)
             return process.returncode, output
@@ -78,23 +88,26 @@ class Tests:
             return 'hang', output
 
     def trace(self):
-        """Runs every case once without a fault. A case that fails so is left out, or that has a race already: what is
-        not instrumented, tests and LibTorch, synchronizes unseen."""
+        """Runs every case once without a fault. A case that fails so is left out, or that has a
+        race already: what is not instrumented, tests and LibTorch, synchronizes unseen."""
         for program in PROGRAMS:
             path = self.folder / f'trace-{program}.txt'
             stamp = self.folder / f'trace-{program}.of'
-            of = f'{(self.build / "tests" / program).stat().st_mtime_ns} {next((self.folder / "lib").iterdir()).stat().st_mtime_ns}'
+            binary, library = self.build / 'tests' / program, next((self.folder / 'lib').iterdir())
+            of = f'{binary.stat().st_mtime_ns} {library.stat().st_mtime_ns}'
             if not (path.exists() and stamp.exists() and stamp.read_text() == of):
                 say(f'running tests/{program} once, to see which places each case reaches')
                 path.unlink(missing_ok=True)
                 more = {'TSAN_OPTIONS': self.tsan + '0'} if self.kind == 'locks' else {}
-                status, output = self.run([self.build / 'tests' / program], 3000, REMAT_MUTANT_TRACE=str(path), **more)
+                status, output = self.run([self.build / 'tests' / program], 3000,
+                                          REMAT_MUTANT_TRACE=str(path), **more)
                 if status not in range(0, 256):
                     say(f'{output[-3000:]}\ntests/{program} dies without a fault ({status})')
                     raise SystemExit(1)
                 *cases, _ = re.split(r'^case ended: (.*)$', output, flags=re.M)
                 (self.folder / f'races-{program}.txt').write_text(''.join(
-                    f'{name}\n' for said, name in zip(cases[::2], cases[1::2]) if 'WARNING: ThreadSanitizer' in said))
+                    f'{name}\n' for said, name in zip(cases[::2], cases[1::2])
+                    if 'WARNING: ThreadSanitizer' in said))
                 stamp.write_text(of)
             races = set((self.folder / f'races-{program}.txt').read_text().splitlines())
             always, passing = [], []
@@ -139,7 +152,8 @@ class Tests:
         slower = 30 if self.kind == 'locks' else 6
         for program, names, seconds in self.batches(place):
             file = self.folder / 'names.txt'
-            file.write_text(''.join('"{}"\n'.format(re.sub(r'(["\\,\[])', r'\\\1', name)) for name in names))
+            file.write_text(
+                ''.join('"{}"\n'.format(re.sub(r'(["\\,\[])', r'\\\1', name)) for name in names))
             status, output = self.run([self.build / 'tests' / program, '--abort', '-f', file],
                                       TO_START + slower * seconds, **chosen)
             if status == 'hang':
@@ -210,16 +224,22 @@ def as_diff(place, mutation):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0], formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument('files', nargs='*', metavar='FILE', help='all mutations of these sources, instead of a drawn few')
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0],
+                                     formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument('files', nargs='*', metavar='FILE',
+                        help='all mutations of these sources, instead of a drawn few')
     parser.add_argument('--build', default='build', help='the build folder whose tests run (build)')
     parser.add_argument('--count', type=int, default=200, help='how many are drawn (200)')
     parser.add_argument('--seed', type=int, default=1, help='by which seed (1)')
-    parser.add_argument('--locks', action='store_true', help='drop locks instead, under the thread sanitizer')
-    parser.add_argument('--seconds', type=float, default=1e9, help='of the cases for one fault; the slowest are left out')
-    parser.add_argument('--no-random', action='store_true', help='no random programs for what no case notices')
+    parser.add_argument('--locks', action='store_true',
+                        help='drop locks instead, under the thread sanitizer')
+    parser.add_argument('--seconds', type=float, default=1e9,
+                        help='of the cases for one fault; the slowest are left out')
+    parser.add_argument('--no-random', action='store_true',
+                        help='no random programs for what no case notices')
     parser.add_argument('--again', action='store_true', help='run those again that survived before')
-    parser.add_argument('--only', nargs='*', metavar='ID', default=[], help='run these, whatever is known of them')
+    parser.add_argument('--only', nargs='*', metavar='ID', default=[],
+                        help='run these, whatever is known of them')
     parser.add_argument('--list', action='store_true', help='say which would run, and stop')
     given = parser.parse_args()
 
@@ -229,10 +249,12 @@ def main():
     made.make(say)
     drawn = draw(made.places, given.count, given.seed, given.files)
     if given.only:
-        drawn = [(place, each) for place in made.places for each in place.mutations if each.id in given.only]
+        drawn = [(place, each) for place in made.places for each in place.mutations
+                 if each.id in given.only]
     if given.list:
         for place, each in drawn:
-            print(f'{each.id} {place.path}:{place.line} {each.rule}: {place.original} => {each.text}')
+            print(
+                f'{each.id} {place.path}:{place.line} {each.rule}: {place.original} => {each.text}')
         return 0
 
     tests = Tests(build, made.folder, kind, given.seconds, not given.no_random)
@@ -244,17 +266,20 @@ def main():
             result = json.loads(line)
             known[result['id']] = result
     for count, (place, each) in enumerate(drawn):
-        is_known = each.id in known and not given.only and (known[each.id]['noticed'] or not given.again)
+        is_known = each.id in known and not given.only and (known[each.id]['noticed']
+                                                            or not given.again)
         if is_known:
             continue
         start = time.monotonic()
         by = tests.notices(each.number, place.number)
-        known[each.id] = {'id': each.id, 'place': f'{place.path}:{place.line}', 'rule': each.rule, 'noticed': by,
-                          'cases': len(tests.reached_by[place.number]), 'seconds': round(time.monotonic() - start, 1)}
+        known[each.id] = {'id': each.id, 'place': f'{place.path}:{place.line}', 'rule': each.rule,
+                          'noticed': by,
+                          'cases': len(tests.reached_by[place.number]),
+                          'seconds': round(time.monotonic() - start, 1)}
         with results_path.open('a') as file:
             file.write(json.dumps(known[each.id]) + '\n')
-        say(f'{count + 1}/{len(drawn)} {each.id} {place.path}:{place.line} {each.rule}: {by or "SURVIVED"} '
-            f'({known[each.id]["cases"]} cases, {known[each.id]["seconds"]} s)')
+        say(f'{count + 1}/{len(drawn)} {each.id} {place.path}:{place.line} {each.rule}: '
+            f'{by or "SURVIVED"} ({known[each.id]["cases"]} cases, {known[each.id]["seconds"]} s)')
 
     why = reasons()
     counts = collections.defaultdict(lambda: [0, 0])
@@ -267,14 +292,16 @@ def main():
             continue
         unexplained += each.id not in why
         reached = '' if known[each.id]['cases'] else ' (no case reaches it)'
-        print(f'{each.id} {place.path}:{place.line} {each.rule}{reached}\n{as_diff(place, each)}\n    '
-              f'{"reason: " + why[each.id] if each.id in why else "NO REASON"}')
+        print(f'{each.id} {place.path}:{place.line} {each.rule}{reached}\n'
+              f'{as_diff(place, each)}\n'
+              f'    {"reason: " + why[each.id] if each.id in why else "NO REASON"}')
     print('\nRule, noticed, survived:')
     for rule, (noticed, survived) in sorted(counts.items()):
         print(f'  {rule}: {noticed}, {survived}')
     noticed = sum(each[0] for each in counts.values())
     print(f'{len(drawn)} faults, {noticed} noticed ({100 * noticed / max(1, len(drawn)):.1f} %), '
-          f'{len(drawn) - noticed} survived, {unexplained} of them without a reason in {REASONS.relative_to(ROOT)}')
+          f'{len(drawn) - noticed} survived, {unexplained} of them without a reason in '
+          f'{REASONS.relative_to(ROOT)}')
     return unexplained > 0
 
 
