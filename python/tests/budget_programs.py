@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import remat
-from common import gradient, leaf
+from common import leaf
 
 Step = Callable[[], list[Any]]
 

@@ -110,7 +110,7 @@ class Arguments(Case):
                         args, kwargs = given, {argument: WRONG}
                     text = refused(lambda: found(name)(*self_, *args, **kwargs))
                     self.assertRegex(
-                        text, rf"^remat\.{name}: {argument} must be .+, and is .*<object object"
+                        text, rf"^remat\.{name}: {argument} must be .+, got .*<object object"
                     )
 
     def test_no_public_function_is_forgotten(self) -> None:
@@ -127,7 +127,7 @@ class Arguments(Case):
             for option in (
                 "early_stop", "offload_inputs", "preserve_rng_state", "strict_unpack", "debug"
             ):
-                pattern = rf"remat\.checkpoint: {option} must be True or False, and is "
+                pattern = rf"remat\.checkpoint: {option} must be True or False, got "
                 with self.subTest(option=option, wrong=wrong):
                     self.assertRegex(
                         refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern
@@ -180,7 +180,7 @@ class Arguments(Case):
             for wrong in (0.5, float("nan"), float("inf"), True, "1"):
                 self.assertRegex(
                     refused(lambda: guard(wrong)),
-                    "bytes.* must be a whole number of bytes.*, and is ",
+                    "bytes.* must be a whole number of bytes.*, got ",
                 )
         limits = {"min_offload_bytes": 1e6, "max_bytes_in_flight": 1e6}
         for policy in (
@@ -191,7 +191,7 @@ class Arguments(Case):
             self.assertIn("min_offload_bytes=1000000", repr(policy))
         self.assertEqual(
             refused(lambda: remat.fit(model, x, 1.5)),
-            "remat.fit: budget_bytes must be a whole number of bytes, and is 1.5",
+            "remat.fit: budget_bytes must be a whole number of bytes, got 1.5",
         )
         whole, other = (
             remat.ChainCost(
@@ -204,7 +204,7 @@ class Arguments(Case):
         wrong = remat.ChainCost(stages=(half,))
         self.assertEqual(
             refused(lambda: remat.solve(wrong)),
-            "remat.StageCost: saved_bytes must be a whole number of bytes, and is 0.5",
+            "remat.StageCost: saved_bytes must be a whole number of bytes, got 0.5",
         )
 
     def test_other_options_of_checkpoint(self) -> None:
@@ -216,7 +216,7 @@ class Arguments(Case):
             ("modules", torch.nn.Linear(2, 2), "a list of modules"),
         ):  # fmt: skip
             with self.subTest(option=option, wrong=wrong):
-                pattern = rf"remat\.checkpoint: {option} must be {wanted}, and is "
+                pattern = rf"remat\.checkpoint: {option} must be {wanted}, got "
                 self.assertRegex(
                     refused(lambda: remat.checkpoint(block, x, **{option: wrong})), pattern
                 )
@@ -266,7 +266,7 @@ class Arguments(Case):
         )
         self.assertRegex(
             refused(lambda: remat.Checkpointed(torch.nn.Linear)),  # type: ignore[type-var]
-            r"and is the class Linear\. Hint: make one, Linear\(\.\.\.\)",
+            r"got the class Linear\. Hint: pass a module, Linear\(\.\.\.\)",
         )
         self.assertIn(
             "decorate the function with @remat.checkpoint()",
@@ -320,7 +320,7 @@ class Arguments(Case):
     def test_a_name_is_no_list_of_names(self) -> None:
         self.assertEqual(
             refused(lambda: remat.save_names("up")),
-            "remat.save_names: names must be a list of names, and is 'up'. Hint: ['up'].",
+            "remat.save_names: names must be a list of names, got 'up'. Hint: pass ['up'].",
         )
         self.assertIn("Hint: ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
 

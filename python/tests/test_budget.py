@@ -152,7 +152,7 @@ class TheGuard(Case):
 
     def test_bad_arguments(self) -> None:
         with self.assertRaisesRegex(
-            TypeError, "bytes must be a whole number of bytes or a str such as '8 GiB', and is None"
+            TypeError, "bytes must be a whole number of bytes or a str such as '8 GiB', got None"
         ):
             remat.budget(None)  # type: ignore[arg-type]
         for bytes in (0, -1, -(1 << 70)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import unittest
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as upstream

@@ -117,9 +117,6 @@ class Policies(Case):
             self.assertEqual(counts[0], 1)
 
     def test_they_are_copied_and_pickled(self) -> None:
-        import copy
-        import pickle
-
         x = leaf()
         f = lambda t: (t @ t).sin().exp() @ t  # noqa: E731
         plain = gradient(f(x), x)
