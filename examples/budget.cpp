@@ -34,7 +34,8 @@ namespace {
 constexpr uint64_t kSeed = 1611;
 
 constexpr const char* kUsage =
-    "usage: budget [--budget MB|free] [--blocks N] [--steps N] [--text FILE] [--small] [--out DIR]\n"
+    "usage: budget [--budget MB|free] [--blocks N] [--steps N] [--text FILE] [--small] [--out "
+    "DIR]\n"
     "              [--device NAME] [--dtype NAME]\n"
     "  --budget MB  for activations and their gradients (default: a quarter of what training\n"
     "               without regions takes); 'free': what the device has free now, less a margin\n"

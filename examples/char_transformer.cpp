@@ -160,10 +160,15 @@ bool compare(std::deque<Training>& trainings, const Batch& held_out, int64_t ste
                 seconds / plain.median_seconds(), training.evaluate(held_out), difference);
   }
   std::printf(
-      "\nBytes are exact (remat::MemoryMeter) and count what a step's forward and backward have "
-      "alive beyond\nthe parameters, gradients, optimizer state and batch that are there before. "
-      "Time: median, with the\noptimizer's step; the first step is left out of both. Loss: of "
-      "held-out text, in nats per character.\nDifference: of any parameter from the plain run.\n\n");
+      "\n"
+      "Bytes are exact (remat::MemoryMeter) and count what a step's forward and backward have "
+      "alive beyond\n"
+      "the parameters, gradients, optimizer state and batch that are there before. Time: median, "
+      "with the\n"
+      "optimizer's step; the first step is left out of both. Loss: of held-out text, in nats per "
+      "character.\n"
+      "Difference: of any parameter from the plain run.\n"
+      "\n");
   if (!equal)
     std::printf("%sthe parameters are not those of the plain run%s.\n",
                 is_reproducible ? "FAILED: " : "",

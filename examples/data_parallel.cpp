@@ -246,7 +246,9 @@ bool judge(const Place& place, const Store& store) {
   if (!target.device.is_cpu() || target.dtype != torch::kDouble)
     std::printf("On %s.\n", target.name().c_str());
   std::printf(
-      "%d processes, a batch of %lld rows each; %lld layers, which share %lld parameters in pairs.\n\n",
+      "%d processes, a batch of %lld rows each; %lld layers, which share %lld parameters in "
+      "pairs.\n"
+      "\n",
       place.size, static_cast<long long>(rows_per_process), static_cast<long long>(layers),
       static_cast<long long>(num_parameters));
   std::vector<double> mean(steps, 0);

@@ -281,9 +281,9 @@ TEST_CASE("a Checkpointed that is called past its own forward is found, with wha
           "list.1 (remat::Checkpointed<BlockImpl>) is switched on, and its parameters are in the "
           "graph, but its own forward was never called: the program called the forward of "
           "BlockImpl, which is not virtual, or the forwards of its children");
-    CHECK(
-        found[0].cure ==
-        "call it as [i]->as<remat::Checkpointed<BlockImpl>>()->forward(...), instead of as<BlockImpl>()");
+    CHECK(found[0].cure ==
+          "call it as [i]->as<remat::Checkpointed<BlockImpl>>()->forward(...), instead of "
+          "as<BlockImpl>()");
     result.sum().backward();  // and after it
     CHECK(unused_in(result) == Paths{"list.1"});
 
@@ -291,10 +291,9 @@ TEST_CASE("a Checkpointed that is called past its own forward is found, with wha
     found = unused_regions(net, result);
     REQUIRE(found.size() == 1);
     CHECK(found[0].path == "member");
-    CHECK(
-        found[0].cure ==
-        "hold and call it as a remat::Checkpointed<BlockImpl>, instead of a holder, shared pointer or reference of "
-        "BlockImpl");
+    CHECK(found[0].cure ==
+          "hold and call it as a remat::Checkpointed<BlockImpl>, instead of a holder, shared "
+          "pointer or reference of BlockImpl");
   }
   SECTION("what is off, or ran plainly for a reason, is not") {
     net.list[0]->as<Checkpointed<BlockImpl>>()->set_checkpointing(false);
@@ -352,10 +351,9 @@ TEST_CASE("an element that was switched on and is called past the Sequential is 
         "1 (BlockImpl) was switched on as an element of a Sequential, and its parameters are in "
         "the graph, but the Sequential never called it: the program called the module through its "
         "own type");
-  CHECK(
-      found[0].cure ==
-      "call the Sequential, or its elements (for (auto& element : *sequential) x = element.forward(x)), instead of "
-      "sequential->ptr(i)->as<BlockImpl>()->forward(...)");
+  CHECK(found[0].cure ==
+        "call the Sequential, or its elements (for (auto& element : *sequential) x = "
+        "element.forward(x)), instead of sequential->ptr(i)->as<BlockImpl>()->forward(...)");
   CHECK(unused_regions(*net, net->forward(x)).empty());
 
   // A Checkpointed that a Sequential was given as what it wraps.

@@ -51,8 +51,8 @@ std::string text_of_backward(const Tensor& y) {
 }
 
 const std::string changed =
-    "remat::checkpoint: A parameter, buffer or captured tensor changed between the forward and the recompute, so the "
-    "gradient would be wrong. In ";
+    "remat::checkpoint: A parameter, buffer or captured tensor changed between the forward and "
+    "the recompute, so the gradient would be wrong. In ";
 const std::string cause_of_change =
     "Cause: it was changed in place, given other storage, or replaced. An optimizer step between "
     "forward and backward does this. A tensor without grad that the function creates and stores "
@@ -110,16 +110,15 @@ TEST_CASE("the whole text of a changed parameter", "[error][names]") {
     UNetBlock block;
     const Tensor y = checkpoint([block](const Tensor& x) mutable { return block(x); }, image);
     change(block->conv1->weight);
-    CHECK(
-        text_of_backward(y) ==
-        changed +
-            "region (frame #).\n"
-            "saved tensor at position 1:\n"
-            "  forward:   Float[3, 3, 1, 1] on cpu, version 1, saved by ConvolutionBackward0\n"
-            "  recompute: Float[3, 3, 1, 1] on cpu, version 2\n" +
-            cause_of_change +
-            "To see which parameter or buffer it is, pass the module as the function, or name it in "
-            "CheckpointOptions::modules.\n");
+    CHECK(text_of_backward(y) ==
+          changed +
+              "region (frame #).\n"
+              "saved tensor at position 1:\n"
+              "  forward:   Float[3, 3, 1, 1] on cpu, version 1, saved by ConvolutionBackward0\n"
+              "  recompute: Float[3, 3, 1, 1] on cpu, version 2\n" +
+              cause_of_change +
+              "To see which parameter or buffer it is, pass the module as the function, or name it "
+              "in CheckpointOptions::modules.\n");
   }
   SECTION("of a Checkpointed") {
     Checkpointed<UNetBlockImpl> block;

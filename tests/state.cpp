@@ -95,7 +95,8 @@ TEST_CASE("a registered generator is preserved beside other threads that draw fr
 }
 
 TEST_CASE(
-    "a generator that nobody registered is drawn from again, whatever else the function does with it",
+    "a generator that nobody registered is drawn from again, whatever else the function does "
+    "with it",
     "[state][rule-11]") {
   const auto draw = [](at::Generator& own) { return at::rand({20}, own, at::kFloat); };
   using Function = std::function<Tensor(const Tensor&, at::Generator&)>;

@@ -72,7 +72,8 @@ inline int run(const Program& program, int argc, char** argv) {
       "usage: " + program.name +
       " [--processes N] [--device NAME] [--dtype NAME]\n"
       "  --processes N  how many workers, 1 to 16 (default: 2)\n"
-      "  --device NAME  where to run: cpu, cuda, cuda:1, xpu, ... (default: cpu); without a number each\n"
+      "  --device NAME  where to run: cpu, cuda, cuda:1, xpu, ... (default: cpu); without a "
+      "number each\n"
       "                 process takes the next of its kind\n"
       "  --dtype NAME   float64, float32, or bfloat16 by autocast (default: float64)\n";
   std::string who = program.name;  // a worker adds its rank

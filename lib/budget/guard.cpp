@@ -220,8 +220,10 @@ std::string BudgetReport::to_string() const {
     return fmt::format("{:.2f} MB", static_cast<double>(bytes) / 1e6);
   };
   std::string text = fmt::format(
-      "budget        {}\npeak          {}\nfloor         {}   (below this no budget can hold)\nsources       {}   (kept "
-      "because a call may run again)\n",
+      "budget        {}\n"
+      "peak          {}\n"
+      "floor         {}   (below this no budget can hold)\n"
+      "sources       {}   (kept because a call may run again)\n",
       budget_bytes == INT64_MAX ? std::string("none") : mb(budget_bytes), mb(peak_bytes),
       mb(floor_bytes), mb(source_bytes));
   if (over_count > 0)

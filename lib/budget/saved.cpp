@@ -77,10 +77,11 @@ void Saved::check_version() const {
                  : c10::str(kept_.toString(), " ", kept_.sizes()),
       "] is at version ", counter_.current_version(), "; expected version ", version_, " instead.",
       torch::autograd::AnomalyMode::is_enabled()
-          ? " Hint: the backtrace further above shows the operation that failed to compute its gradient. The "
-            "variable in question was changed in there or anywhere later. Good luck!"
-          : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True, check_nan=False).");
+          ? " Hint: the backtrace further above shows the operation that failed to compute its "
+            "gradient. The variable in question was changed in there or anywhere later. Good "
+            "luck!"
+          : " Hint: enable anomaly detection to find the operation that failed to compute its "
+            "gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False).");
 }
 
 at::Tensor Saved::call_unpack_hook() {

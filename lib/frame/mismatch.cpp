@@ -233,7 +233,8 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         std::move(differences.metadata), log);
   throw_with(
       region, Kind::ValueMismatch,
-      "Recomputed values for the following tensors have different contents than during the forward pass.",
+      "Recomputed values for the following tensors have different contents than during the "
+      "forward pass.",
       "Cause: the recompute computed other numbers than forward (nondeterministic kernels, an "
       "unregistered generator, a parameter changed through .data(), or a counter that it reads: "
       "a step number, annealing, warm-up).\n"

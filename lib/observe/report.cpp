@@ -276,7 +276,8 @@ std::string Report::to_string() const {
   for (const std::string& note : notes_of(*this)) (text += note) += '\n';
   if (dropped_events > 0)
     text += fmt::format(
-        "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count them.\n",
+        "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count "
+        "them.\n",
         dropped_events);
   return valid_text(text);
 }

@@ -28,14 +28,21 @@ void Recorder::write_memory_svg(const std::filesystem::path& path) const {
 std::string Recorder::to_html() const {
   const Report report = this->report();
   std::string page =
-      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>remat: "
-      "one run</title>\n<style>\n"
-      "body { font-family: Helvetica, Arial, sans-serif; color: #333; margin: 2em; max-width: 1120px }\n"
+      "<!DOCTYPE html>\n"
+      "<html lang=\"en\">\n"
+      "<head>\n"
+      "<meta charset=\"utf-8\">\n"
+      "<title>remat: one run</title>\n"
+      "<style>\n"
+      "body "
+      "{ font-family: Helvetica, Arial, sans-serif; color: #333; margin: 2em; max-width: 1120px }\n"
       "table { border-collapse: collapse; font-size: 14px; margin-bottom: 1.5em }\n"
       "th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd }\n"
       "th:first-child, td:first-child { text-align: left }\n"
       "svg { max-width: 100%; height: auto }\n"
-      "</style>\n</head>\n<body>\n";
+      "</style>\n"
+      "</head>\n"
+      "<body>\n";
   page += report.regions.empty() && !report.evictions.empty()
               ? "<h1>One run under a byte budget</h1>\n"
               : "<h1>Regions of one run</h1>\n";

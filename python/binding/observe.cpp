@@ -72,7 +72,8 @@ void add_decision_report(py::module_& module) {
   using R = DecisionReport;
   add_report<R>(
       module, "DecisionReport",
-      "What became of calls of one operator in regions with a policy: those with the same outcome,\n"
+      "What became of calls of one operator in regions with a policy: those with the same "
+      "outcome,\n"
       "for the same reason.",
       {REMAT_FACT(op, "'aten::mm.default'."),
        REMAT_FACT(outcome, "'kept', 'moved' (kept elsewhere) or 'recomputed'."),
@@ -108,7 +109,8 @@ void add_region_report(py::module_& module) {
        REMAT_FACT(recompute_s, "[seconds] of recomputes, those inside included."),
        REMAT_FACT(
            device_forward_s,
-           "[seconds] of first runs on the streams they were queued on, summed over devices; 0 on the\n"
+           "[seconds] of first runs on the streams they were queued on, summed over devices; 0 "
+           "on the\n"
            "CPU."),
        REMAT_FACT(device_recompute_s,
                   "[seconds] of recomputes, likewise, from when their inputs were there."),
@@ -239,12 +241,18 @@ void add_recorder(py::module_& module) {
 void add_meter(py::module_& module) {
   py::class_<MemoryMeter>(
       module, "MemoryMeter",
-      "MemoryMeter(device=None): counts the bytes that torch's allocator of the CPU, or of another device, has\n"
-      "given out and not got back.\n\n"
-      "The CPU: exactly. The first meter of the process puts a counting allocator in front of the one that is\n"
-      "there. Make it before the tensors that shall be counted. Not counted: older tensors, `from_numpy`, pinned\n"
-      "memory. An accelerator: what its allocator says of all the process's tensors there, whenever they were\n"
-      "made; starting a peak resets the one that `torch.cuda.max_memory_allocated` reads. Threads: any.\n"
+      "MemoryMeter(device=None): counts the bytes that torch's allocator of the CPU, or of "
+      "another device, has\n"
+      "given out and not got back.\n"
+      "\n"
+      "The CPU: exactly. The first meter of the process puts a counting allocator in front of "
+      "the one that is\n"
+      "there. Make it before the tensors that shall be counted. Not counted: older tensors, "
+      "`from_numpy`, pinned\n"
+      "memory. An accelerator: what its allocator says of all the process's tensors there, "
+      "whenever they were\n"
+      "made; starting a peak resets the one that `torch.cuda.max_memory_allocated` reads. "
+      "Threads: any.\n"
       "Raises CheckpointError (UNSUPPORTED) for a device whose allocator does not tell.")
       .def(py::init(wrapped([](const py::object& device) {
              checked("remat.MemoryMeter", "device", "Union[torch.device, str, int, None]", device);

@@ -137,10 +137,12 @@ py::list regions_of(const Plan& plan) {
 void add_plan_class(py::module_& module) {
   py::class_<Plan>(
       module, "Plan",
-      "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
+      "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs "
+      "from 1,\n"
       "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'.\n"
       " `moved`: the first stages of those stages and regions,\n"
-      "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' as text. Not the\n"
+      "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' "
+      "as text. Not the\n"
       "last one. Immutable.")
       .def(py::init(wrapped(make_plan)), py::arg("stages"), py::arg("regions") = py::tuple(),
            py::arg("moved") = std::vector<int64_t>())

@@ -246,7 +246,7 @@ class Arguments(Case):
         ):
             self.assertRegex(
                 refused(call),
-                r"is the class Linear\. Hint: remat\.Checkpointed\(Linear\(\.\.\.\)\)",
+                r"is the class Linear\. Hint: pass remat\.Checkpointed\(Linear\(\.\.\.\)\)",
             )
         self.assertEqual(
             refused(lambda: remat.save_region(3)),  # type: ignore[arg-type]
@@ -322,7 +322,7 @@ class Arguments(Case):
             refused(lambda: remat.save_names("up")),
             "remat.save_names: names must be a list of names, got 'up'. Hint: pass ['up'].",
         )
-        self.assertIn("Hint: ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
+        self.assertIn("Hint: pass ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
 
     def test_tensors_and_providers(self) -> None:
         self.assertEqual(refused(lambda: remat.pin(3)), "remat.pin: x must be a torch.Tensor, "

@@ -169,7 +169,8 @@ TEST_CASE("a device that does not say what it has free is metered, but not limit
 }
 
 TEST_CASE(
-    "what another thread allocates while a limit is made is counted, and refused by the one there is",
+    "what another thread allocates while a limit is made is counted, and refused by the one "
+    "there is",
     "[device][memory]") {
   struct Hook {
     explicit Hook(std::function<void(int64_t)> call) {

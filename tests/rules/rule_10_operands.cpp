@@ -120,7 +120,8 @@ TEST_CASE("a captured parameter that nothing saves and that is given other data 
 }
 
 TEST_CASE(
-    "an argument that is captured, too, raises where the region has a copy of it and reads the other",
+    "an argument that is captured, too, raises where the region has a copy of it and reads the "
+    "other",
     "[rule-10][rule-2]") {
   remat::CheckpointOptions copies;
   copies.inputs = remat::InputMode::CopyOnWrite;

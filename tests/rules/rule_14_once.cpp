@@ -230,7 +230,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "a gradient inside a region of a leaf with hooks, into which the region accumulates, is refused",
+    "a gradient inside a region of a leaf with hooks, into which the region accumulates, is "
+    "refused",
     "[rule-14][rule-6]") {
   const Tensor hooked = leaf({3}), bare = leaf({3}), x = leaf({3});
   hooked.register_hook([](const Tensor& grad) { return grad * 3; });

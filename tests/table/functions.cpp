@@ -50,7 +50,8 @@ std::vector<Exception>& shared_exceptions() {
        "autograd itself saves there, and saves the object, which has the new data", "",
        replaces_data},
       {Kind::NotRaised, "*/*",
-       "the recompute makes anew what was changed, or stops before the change; hooks may have copied it",
+       "the recompute makes anew what was changed, or stops before the change; hooks may have "
+       "copied it",
        "", raises_changed},
       {Kind::MayRaise, "*/backward_inside",
        "the error is that of a slot, which does not name the node it was an output of",

@@ -152,9 +152,9 @@ void print_names(const char* what, const Rows& rows) {
 }
 
 int usage() {
-  std::cerr
-      << "table [--seconds N [--configuration PATTERN]] [--from SEED] [--only FUNCTION[/CONFIGURATION[/MODE]]]\n"
-         "      [--list] [--notices]\n";
+  std::cerr << "table [--seconds N [--configuration PATTERN]] [--from SEED] [--only "
+               "FUNCTION[/CONFIGURATION[/MODE]]]\n"
+               "      [--list] [--notices]\n";
   return 2;
 }
 
