@@ -303,7 +303,7 @@ class Arguments(Case):
         self.assertEqual(remat.counters()["frames_created"], before + 1)
         for guard in (remat.early_stop, remat.debug, remat.recompute_cache):
             self.assertRegex(refused(lambda: guard(block)), "a decorator needs its arguments in "
-                                                            "parentheses: @remat\.")
+                                                            r"parentheses: @remat\.")
 
     def test_a_decorator_reads_its_modules_in_each_call(self) -> None:
         norm = torch.nn.BatchNorm1d(2)

@@ -83,7 +83,7 @@ class WhatChanges(Case):
             out = forward(a)
         a.add_(1)
         with self.assertRaisesRegex(
-            RuntimeError, "^remat\.budget: an input of a dropped value has changed"
+            RuntimeError, r"^remat\.budget: an input of a dropped value has changed"
         ):
             gradient(out, w)
 

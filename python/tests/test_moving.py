@@ -309,12 +309,12 @@ class Moving(Case):
         with self.assertRaisesRegex(ValueError, r"remat.run: min_bytes is -1"):
             run(remat.MoveOptions(directory=self.directory, min_bytes=-1))
         for call in (run, lambda each: remat.measure(self.stages, self.x, moving=each)):
-            with self.assertRaisesRegex(TypeError, "moving must be a remat\.MoveOptions or None, "
+            with self.assertRaisesRegex(TypeError, r"moving must be a remat\.MoveOptions or None, "
                                                    "got '/"):
                 call("/tmp")
         cost = remat.measure(self.stages, self.x, repeats=1)
         with self.assertRaisesRegex(ValueError, "remat.simulate: the plan moves items, but the "
-                                                "chain has no ChainCost\.moving"):
+                                                r"chain has no ChainCost\.moving"):
             remat.simulate(cost, plan)
         for moves, text in (
             (remat.MoveCost(held_up_share=-1.5), "held_up_share"),

@@ -50,7 +50,7 @@ class Warnings(Case):
                 made: list[Any] = []
                 self.check(
                     lambda: made.append(run(function, leaf())),
-                    f"^remat\.checkpoint: the function returned a {kind}, whose code runs after "
+                    rf"^remat\.checkpoint: the function returned a {kind}, whose code runs after "
                     "the end of the region",
                 )
                 made[0].close()
@@ -73,9 +73,9 @@ class Warnings(Case):
 
         self.check(
             step,
-            '^remat\.checkpoint: a tensor that a recompute of region "survivor".*an attribute '
-            'that holds.*\(in a tuple, a list, a dictionary, a dataclass\), or store it only if '
-            'not remat\.is_recomputing\(\)\.$',
+            r'^remat\.checkpoint: a tensor that a recompute of region "survivor".*an attribute '
+            r'that holds.*\(in a tuple, a list, a dictionary, a dataclass\), or store it only if '
+            r'not remat\.is_recomputing\(\); in a custom Function',
         )
 
     def test_a_tensor_of_a_class_of_its_own_does_not_outlive_its_recompute(self) -> None:
@@ -107,7 +107,7 @@ step(survivor)
         )
 
     def test_lists_of_operators(self) -> None:
-        self.check(lambda: remat.save_ops(["aten::matmul"]), '^remat\.save_ops: "aten::matmul" '
+        self.check(lambda: remat.save_ops(["aten::matmul"]), r'^remat\.save_ops: "aten::matmul" '
                                                              'is composed of other')
         self.check(
             lambda: remat.offload_ops(["aten::add_"]),
@@ -158,7 +158,7 @@ step(survivor)
             with self.assertRaisesRegex(ArithmeticError, "first"):
                 y.backward()
 
-        self.check(step, "^remat\.state_provider: a provider could not restore its state while "
+        self.check(step, r"^remat\.state_provider: a provider could not restore its state while "
                          "another exception was propagating")
 
     def test_a_guard_that_a_recompute_opens_too_early(self) -> None:
