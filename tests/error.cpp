@@ -39,7 +39,7 @@ CheckpointError mismatch(First first, Later later, const CheckpointOptions& opti
 int64_t lines_of(const std::string& text) { return std::count(text.begin(), text.end(), '\n') + 1; }
 
 constexpr auto debug_sentence =
-    "You are seeing this error because you passed `debug=True` to checkpoint";
+    "You are seeing this error because CheckpointOptions had `debug = true`";
 
 /// REMAT_DEBUG_STACKS for a scope.
 struct StacksInDebug {

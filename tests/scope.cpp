@@ -137,7 +137,8 @@ TEST_CASE("a recompute on another thread uses the forward's guards, not that thr
       }
     }).join();
     CHECK_THAT(text, contains("A different number of tensors was saved"));
-    CHECK((text.find("because you passed `debug=True`") != std::string::npos) == forward_debug);
+    CHECK((text.find("because CheckpointOptions had `debug = true`") != std::string::npos) ==
+          forward_debug);
   }
 }
 

@@ -50,7 +50,7 @@ struct REMAT_API BudgetReport {
   int64_t floor_bytes = 0;
   int64_t source_bytes = 0;  ///< [bytes] inputs alive now only for operators that may run again
   int64_t over_bytes = 0;    ///< [bytes] largest excess over the budget
-  int64_t over_count = 0;    ///< allocations that exceeded the budget
+  int64_t over_count = 0;    ///< allocations that found no room
   int64_t evictions = 0;     ///< contents dropped
   int64_t reruns = 0;        ///< operator calls that ran again
   int64_t moves = 0;         ///< contents moved away instead of dropped
@@ -69,7 +69,8 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
   /// functions below.
   BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                  int64_t floor_bytes);
-  /// Returns a budget [bytes] that would have had room for the allocation.
+  /// Returns a budget [bytes] that would have had room for this allocation. Later ones may need
+  /// more.
   int64_t needed_bytes() const { return needed_bytes_; }
   /// Returns `BudgetReport::floor_bytes` [bytes] at that moment.
   int64_t floor_bytes() const { return floor_bytes_; }

@@ -122,10 +122,11 @@ void Bounds::note_alive(c10::Device device, int64_t alive) {
 }
 
 void Bound::note_alive(int64_t alive) {
-  report.peak_bytes = std::max(report.peak_bytes, alive - base_bytes);
-  if (alive <= most_bytes) return;
-  ++report.over_count;
-  report.over_bytes = std::max(report.over_bytes, alive - base_bytes - options.bytes);
+  const int64_t beyond_base = alive - base_bytes;
+  report.peak_bytes = std::max(report.peak_bytes, beyond_base);
+  if (beyond_base > options.bytes)
+    report.over_bytes = std::max(report.over_bytes, beyond_base - options.bytes);
+  if (alive > most_bytes) ++report.over_count;
 }
 
 }  // namespace remat::budget

@@ -64,7 +64,7 @@ void add_budget(py::module_& module) {
            "what the scope found: no budget below this can hold."),
        REMAT_FACT(source_bytes, "[bytes] alive now because recorded calls may need them again."),
        REMAT_FACT(over_bytes, "[bytes] by which the budget was exceeded at the most."),
-       REMAT_FACT(over_count, "Number of allocations that exceeded it."),
+       REMAT_FACT(over_count, "Number of allocations that found no room."),
        REMAT_FACT(evictions, "Values dropped."),
        REMAT_FACT(reruns, "Operator calls that ran again."),
        REMAT_FACT(moves, "Values moved away instead."),

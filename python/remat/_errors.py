@@ -117,7 +117,8 @@ _PHRASES = (
     ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the "
      "forward",
      "pass `debug=True` to checkpoint, or run the forward under remat.debug()"),
-    ("(or opened a remat::DebugGuard)", "(or ran the forward under remat.debug())"),
+    ("because CheckpointOptions had `debug = true` (or a remat::DebugGuard was open)",
+     "because you passed `debug=True` to checkpoint (or ran the forward under remat.debug())"),
     ("under a remat::DisableCheckpointGuard", "under remat.disable_checkpoint()"),
     ("under torch::jit::GraphOptimizerEnabledGuard(false)",
      "under torch.jit.optimized_execution(False)"),

@@ -181,7 +181,8 @@ TEST_CASE("debug follows the guards around forward, also on another thread", "[r
     }).join();
     return text;
   };
-  const std::string paragraph = "You are seeing this error because you passed `debug=True`";
+  const std::string paragraph =
+      "You are seeing this error because CheckpointOptions had `debug = true`";
   Tensor y;
   SECTION("on in forward") {
     {
