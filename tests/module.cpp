@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::Checkpointed;
@@ -237,6 +238,40 @@ TEST_CASE("the switch and the levels turn regions on and off", "[module]") {
   const auto error = error_of<c10::ValueError>(
       [] { Checkpointed<CountingImpl> module(ModuleOptions{.level = -1}, 4); });
   CHECK_THAT(text_of(error), contains("ModuleOptions::level was -1"));
+}
+
+TEST_CASE("a backward through a module that eval mode switched off is warned of once", "[module]") {
+  struct OffInEvalImpl : nn::LinearImpl {
+    using nn::LinearImpl::LinearImpl;
+  };
+  const Seed seed;
+  const Tensor x = leaf({2, 4});
+  Checkpointed<OffInEvalImpl> first(4, 4), second(4, 4);
+  Checkpointed<OffInEvalImpl> always(ModuleOptions{.training_only = false}, 4, 4);
+  first->eval();
+  second->eval();
+  always->eval();
+  const auto texts_of = [](auto&& run) {
+    const remat::testing::Warnings warnings;
+    run();
+    return warnings.texts;
+  };
+  const auto forward = [&] { return second(first(x)).sum(); };
+  CHECK(texts_of([&] { always(x).sum().backward(); }).empty());
+  CHECK(texts_of([&] { forward(); }).empty());                       // no backward
+  CHECK(texts_of([&] { checkpoint(forward).backward(); }).empty());  // a region around drops all
+  CHECK(texts_of([&] {
+          const remat::DisableCheckpointGuard off;
+          forward().backward();
+        }).empty());
+  const auto texts = texts_of([&] {
+    const Tensor y = forward();
+    grad_of(y, {x}, {.retain_graph = true, .create_graph = true});
+    y.backward();
+  });
+  REQUIRE(texts.size() == 1);
+  CHECK_THAT(texts[0], contains("in eval mode, which ran without a region"));
+  CHECK(texts_of([&] { forward().backward(); }).empty());
 }
 
 TEST_CASE("a Checkpointed runs plainly without grad, in eval mode and where checkpoints are off",

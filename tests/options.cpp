@@ -1,8 +1,11 @@
 // CheckpointOptions: what each option changes, and what it leaves alone.
 
+#include <cstdlib>
 #include <ctime>
+#include <filesystem>
 #include <stdexcept>
 
+#include "tests/support/autocast.h"
 #include "tests/support/support.h"
 
 using remat::CaptureCheck;
@@ -348,6 +351,102 @@ TEST_CASE("context_fn is called once per region, and each pass enters its scope 
   // Either may be empty.
   options.context_fn = [] { return remat::ContextPair{}; };
   checkpoint(options, fn, x).sum().backward();
+}
+
+TEST_CASE("an autocast that a context_fn sets holds in both passes", "[options][autocast]") {
+  const Tensor x = leaf({4, 4});
+  const auto scope = [] { return std::make_shared<Autocast>(); };
+  const CheckpointOptions options{
+      .determinism_check = remat::DeterminismCheck::Values,
+      .context_fn = [&] { return remat::ContextPair{.forward = scope, .recompute = scope}; }};
+  std::vector<at::ScalarType> seen;
+  const auto fn = [&](const Tensor& t) {
+    const Tensor y = t.mm(t);
+    seen.push_back(y.scalar_type());
+    return y.sin().mm(t);
+  };
+  Tensor plain;
+  {
+    const Autocast around;
+    plain = grad_of(fn(x), {x})[0];
+  }
+  const Tensor y = checkpoint(options, fn, x);
+  CHECK_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  CHECK(bit_equal(grad_of(y, {x})[0], plain));
+  CHECK(seen == std::vector<at::ScalarType>(3, at::kBFloat16));
+  CHECK_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+}
+
+TEST_CASE("defaults of the process apply where an option has its built-in value", "[options]") {
+  struct Restored {
+    ~Restored() { remat::set_default_options(""); }
+  } const restored;
+  const Tensor x = leaf({3});
+  const auto recompute_stops = [&](const CheckpointOptions& options) {
+    const Counted done;
+    grad_of(checkpoint(options, [](const Tensor& t) { return t.sin().exp() + 1; }, x), {x});
+    return done.now().early_stops == 1;
+  };
+  CHECK(remat::default_options().empty());
+  CHECK(recompute_stops({}));
+  remat::set_default_options(" early_stop = false,debug=true ");
+  CHECK(remat::default_options() == "early_stop = false,debug=true");
+  CHECK_FALSE(recompute_stops({}));
+  CHECK_FALSE(recompute_stops({.name = "named"}));
+  {
+    const remat::EarlyStopGuard guard(true);
+    CHECK(recompute_stops({}));
+  }
+  remat::set_default_options("determinism_check=values");
+  Calls calls;
+  const auto changes = [&](const Tensor& t) {
+    calls();
+    return (t * calls.count()).exp();
+  };
+  const Tensor y = checkpoint(changes, x);
+  CHECK_THROWS_AS(grad_of(y, {x}), CheckpointError);
+  calls.reset();
+  const Tensor unchecked =
+      checkpoint({.determinism_check = remat::DeterminismCheck::None}, changes, x);
+  CHECK_NOTHROW(grad_of(unchecked, {x}));
+  remat::set_default_options("");
+  CHECK(recompute_stops({}));
+}
+
+TEST_CASE("defaults of the process that are not valid are refused by name", "[options]") {
+  const auto refused = [](const char* text, const char* words) {
+    CAPTURE(text);
+    CHECK_THROWS_WITH(remat::set_default_options(text), contains(words));
+    CHECK_THROWS_AS(remat::set_default_options(text), c10::ValueError);
+    CHECK(remat::default_options().empty());
+  };
+  refused("early_stopp=false", "there was no option \"early_stopp\" among preserve_rng_state");
+  refused("early_stop", "was not of the form name=value");
+  refused("early_stop=no", "the value \"no\" was not one of true, false");
+  refused("determinism_check=all", "not one of none, metadata, layout, values");
+  refused("offload_prefetch_depth=-1", "not a number of 0 or more");
+  refused("early_stop=false, debug=maybe", "\"maybe\"");
+}
+
+TEST_CASE("REMAT_OPTIONS sets the defaults, and an invalid one makes regions throw", "[options]") {
+  // The program reads the environment once, so the cases run in processes of their own.
+  const auto run = [](const char* text) {
+    const std::string command = "REMAT_OPTIONS='" + std::string(text) + "' '" +
+                                std::filesystem::read_symlink("/proc/self/exe").string() +
+                                "' '[.default_options]' > /dev/null 2>&1";
+    return std::system(command.c_str()) == 0;
+  };
+  CHECK(run("early_stop=false"));
+  CHECK_FALSE(run(""));
+  CHECK_FALSE(run("early_stop=never"));
+}
+
+TEST_CASE("a region of a process with REMAT_OPTIONS=early_stop=false", "[.default_options]") {
+  const Tensor x = leaf({3});
+  const Counted done;
+  grad_of(checkpoint([](const Tensor& t) { return t.sin().exp() + 1; }, x), {x});
+  CHECK(done.now().recomputes == 1);
+  CHECK(done.now().early_stops == 0);
 }
 
 TEST_CASE("strict_unpack makes a second read in one backward an error", "[options][rule-9]") {

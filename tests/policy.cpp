@@ -455,3 +455,33 @@ TEST_CASE("debug and a policy go together", "[policy]") {
       {.kept = {"mm"}, .again = {"exp"}}, f,
       [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
 }
+
+TEST_CASE("a debug report under a policy lists each operator once, the kept ones too",
+          "[policy][debug]") {
+  const Tensor x = leaf({3, 3});
+  Calls calls;
+  const auto f = [&](const Tensor& t) {
+    calls();
+    const Tensor y = t.mm(t).sin();
+    return calls.count() == 1 ? y.exp().mm(t) : y.to(at::kDouble).exp().to(at::kFloat).mm(t);
+  };
+  const CheckpointOptions options{.debug = true, .policy = remat::save_ops({"aten::mm"})};
+  const Tensor y = checkpoint(options, f, x);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  const std::string text = error.what();
+  CAPTURE(text);
+  const std::size_t recompute_at = text.find("Operators of the recompute");
+  REQUIRE(recompute_at != text.npos);
+  const auto times = [](std::string_view list, std::string_view name) {
+    int64_t count = 0;
+    for (std::size_t at = list.find(name); at != list.npos; at = list.find(name, at + 1)) ++count;
+    return count;
+  };
+  const std::string_view forward = std::string_view(text).substr(0, recompute_at);
+  const std::string_view recompute = std::string_view(text).substr(recompute_at);
+  CHECK(times(forward.substr(forward.find("Operators of the forward")), "aten::mm(") == 2);
+  CHECK(times(recompute, "aten::mm(") == 2);
+  CHECK(times(recompute, "aten::sin(") == 1);
+  CHECK_THAT(text, !contains("PythonDispatchMode"));
+  CHECK_THAT(text, contains("saved by aten::exp([3, 3])"));
+}

@@ -404,3 +404,19 @@ TEST_CASE("grad mode off and DisableCheckpointGuard create no frame and warn abo
   CHECK(done.now().frames_created == 0);
   CHECK(warnings.count == 0);
 }
+
+TEST_CASE("is_checkpointing_disabled says whether a guard disables regions", "[scope]") {
+  CHECK_FALSE(remat::is_checkpointing_disabled());
+  {
+    const remat::DisableCheckpointGuard off;
+    CHECK(remat::is_checkpointing_disabled());
+    const Tensor x = leaf({3});
+    checkpoint(
+        [](const Tensor& t) {
+          CHECK(remat::is_checkpointing_disabled());
+          return t.sin();
+        },
+        x);
+  }
+  CHECK_FALSE(remat::is_checkpointing_disabled());
+}

@@ -46,7 +46,6 @@ TEST_CASE("without a guard every level but 0 is a region, and the innermost guar
   CHECK(is_region(1));
   CHECK(is_region(5));
   CHECK_FALSE(is_region(0));
-  CHECK_FALSE(is_region(-1));
   const CheckpointLevelGuard outer(1);
   CHECK_FALSE(is_region(2));
   {
@@ -129,4 +128,30 @@ TEST_CASE("levels work in checkpointed functions and chains, and modules have th
   CHECK(count(2, chain) == 2);
   remat::set_checkpoint_level(*module, 2);
   CHECK(count(5, [&] { return module(x); }) == 0);
+}
+
+TEST_CASE("a negative level is an error", "[scope][levels]") {
+  const Tensor x = leaf({3});
+  CHECK_THROWS_WITH(checkpoint({.level = -1}, sines, x), contains("level was -1"));
+  CHECK_THROWS_AS(checkpoint({.level = -1}, nn::Linear(3, 3), x), c10::ValueError);
+  CHECK_FALSE(remat::is_checkpointing());
+}
+
+TEST_CASE("a call with a level whose function is a module in eval mode runs plainly",
+          "[scope][levels]") {
+  const Seed seed;
+  const Tensor x = leaf({2, 3});
+  nn::Linear linear(3, 3);
+  const auto frames = [&](const CheckpointOptions& options) {
+    return frames_of([&] { return checkpoint(options, linear, x).sin(); });
+  };
+  CHECK(frames({.level = 1}) == 1);
+  linear->eval();
+  CHECK(frames({.level = 1}) == 0);
+  CHECK(frames({}) == 1);
+  const auto forward = [&](std::optional<int64_t> level) {
+    return checkpoint({.level = level}, &nn::LinearImpl::forward, linear.ptr(), x).exp();
+  };
+  CHECK(frames_of([&] { return forward(1); }) == 0);
+  CHECK(bit_equal(grad_of(forward(1), {x})[0], grad_of(forward({}), {x})[0]));
 }

@@ -59,8 +59,8 @@ struct PlainCall {
   bool is_plain = false;
   std::shared_ptr<void> registered{};
 };
-/// Returns whether a call runs plainly because of grad mode, a guard, its level, or a BatchNorm in
-/// its modules (`SkipBatchNorm`).
+/// Returns whether a call runs plainly because of grad mode, a guard, its level (also with a module
+/// in eval mode), or a BatchNorm in its modules (`SkipBatchNorm`).
 REMAT_API PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                                  const torch::jit::Module* script = nullptr);
 

@@ -21,7 +21,8 @@ namespace remat {
 struct ModuleOptions {
   /// Options of the module's regions. Regions without a name are named by the type of the module.
   CheckpointOptions checkpoint{.location = {}};
-  /// True if a module in eval mode runs plainly.
+  /// True if a module in eval mode runs plainly. A warning says so once if a backward reaches the
+  /// results of such a call: its tensors were all saved.
   bool training_only = true;
   bool enabled = true;  ///< calls are regions; `set_checkpointing` switches it
   /// The module's level for `set_checkpoint_level`; 0: a region only if `set_checkpointing`
@@ -53,6 +54,11 @@ class REMAT_API ModuleRegion {
   void set_training_level(int64_t level);
   /// Returns whether the switch and the module's mode select regions now.
   bool is_on() const;
+  /// Returns whether a call now, outside of regions, would be a region in training mode, and only
+  /// `training_only` prevents that.
+  bool is_off_in_eval() const;
+  /// Warns, once for each type of module, when a backward reaches this result of such a call.
+  void watch_result(const at::Tensor& result) const;
   /// Records a call that reached this region with grad mode on while it was switched on. The call
   /// opened a region, or a guard or policy prevented that. `forget_calls` deletes the record.
   void note_call() { was_called_ = true; }
@@ -153,6 +159,13 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
     if (!remat_region_.is_wanted()) {
       std::optional<ModuleStateGuard> state;
       if (remat_region_.is_watched()) state.emplace(remat_region_);
+      if constexpr (!std::is_void_v<Result>) {
+        if (remat_region_.is_off_in_eval()) {
+          Result result = call_plain<R>(*this, std::forward<Args>(args)...);
+          visit_result(result, [&](at::Tensor& each) { remat_region_.watch_result(each); });
+          return result;
+        }
+      }
       return static_cast<Result>(call_plain<R>(*this, std::forward<Args>(args)...));
     }
     const ModuleStateGuard state(remat_region_);

@@ -8,8 +8,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "remat/export.h"
 #include "remat/policy.h"
 
 namespace torch::nn {
@@ -177,7 +179,8 @@ struct CheckpointOptions {
   InputMode inputs = InputMode::Default;
   /// Level for `CheckpointLevelGuard`: under a guard the call is a region if
   /// `training_level >= level`, and otherwise runs plainly. Level 0 is never a region, with or
-  /// without a guard. Guards ignore calls without a level.
+  /// without a guard; a negative level is a `c10::ValueError`. A call with a level whose function
+  /// is a module in eval mode runs plainly. Guards ignore calls without a level.
   std::optional<int64_t> level{};
   /// Treatment inside functorch transforms and with forward-mode tangents.
   Transforms transforms = Transforms::RunPlainly;
@@ -196,5 +199,17 @@ struct CheckpointOptions {
   /// braces, but not for `CheckpointOptions options;`.
   SourceLocation location = SourceLocation::current();
 };
+
+/// Sets the process's defaults of options, as the environment variable REMAT_OPTIONS does when the
+/// first region begins: `"early_stop=false, determinism_check=values"`. They replace earlier ones;
+/// an empty text ends them. A default applies to regions that begin later, wherever their option
+/// has its built-in value; guards have priority. Options: preserve_rng_state, early_stop, debug
+/// (not with a `context_fn`), offload_inputs, strict_unpack (true or false), determinism_check
+/// (none, metadata, layout, values), capture_check (raise, ignore), input_mode (shared,
+/// copy_on_write), offload_prefetch_depth. Any thread. Throws `c10::ValueError` for another name or
+/// value; an invalid REMAT_OPTIONS makes every region throw it.
+REMAT_API void set_default_options(std::string_view text);
+/// Returns the text of the defaults in force; empty without any.
+REMAT_API std::string default_options();
 
 }  // namespace remat

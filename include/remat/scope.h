@@ -38,6 +38,23 @@ class REMAT_API ScopeGuard {
 
 }  // namespace detail
 
+/// Hides the operators in its scope from the regions around it, in forward and in recomputes. No
+/// policy is asked about them, no debug report lists them, and nothing counts, compares or drops
+/// their saved tensors: those stay until backward, as outside of regions. Use it for code that only
+/// one of the passes runs, such as logging under `!is_recomputing()`. Random numbers are drawn
+/// from the generators themselves, anew in each recompute. Guards around the regions apply.
+class REMAT_API UnseenGuard {
+ public:
+  UnseenGuard();
+  ~UnseenGuard();
+  UnseenGuard(const UnseenGuard&) = delete;
+  UnseenGuard& operator=(const UnseenGuard&) = delete;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;  // null outside of regions
+};
+
 /// Turns early stop on or off for the regions in its scope, overriding `CheckpointOptions`. Takes
 /// effect when a region runs forward (upstream: `set_checkpoint_early_stop`).
 class REMAT_API EarlyStopGuard : detail::ScopeGuard {
@@ -98,6 +115,8 @@ class REMAT_API RecomputeCacheGuard : detail::ScopeGuard {
   explicit RecomputeCacheGuard(RecomputeCacheOptions options = {});  ///< until the guard ends
 };
 
+/// Returns true under a DisableCheckpointGuard: calls of `checkpoint()` run plainly.
+REMAT_API bool is_checkpointing_disabled();
 /// Returns true inside a region's first run that no recompute encloses.
 REMAT_API bool is_checkpointing();
 /// Returns true inside a recompute of any enclosing frame, also in the first run of a frame nested

@@ -3,10 +3,15 @@
 // state, generators, and callbacks around every recompute.
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <any>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 
 #include "remat/export.h"
 #include "remat/scope.h"
@@ -45,6 +50,52 @@ class REMAT_API StateProviderGuard : detail::ScopeGuard {
 class REMAT_API GeneratorGuard : detail::ScopeGuard {
  public:
   explicit GeneratorGuard(at::Generator generator);  ///< until the guard ends
+};
+
+/// Random generators with names, such as one for each form of parallelism (Megatron-LM's tracker).
+/// Within a `GeneratorForkGuard` the default generator of the device continues the sequence of one
+/// of them. Recomputes of a region that forks see the states from the region's first fork, and
+/// restore the present ones afterwards, with `preserve_rng_state = false` as well.
+/// Memory: one copy of all states for each region that forks (5 KB per generator of the CPU). Such
+/// a region on the CPU is not stopped early.
+/// Threads: any; those that draw from one default generator at once disturb each other.
+class REMAT_API GeneratorTracker final : public StateProvider {
+ public:
+  /// Makes a tracker without generators. `device`: the device whose default generator forks
+  /// replace; without an index, the current device of its type.
+  explicit GeneratorTracker(c10::Device device = c10::kCPU);
+  ~GeneratorTracker() override;
+  /// Adds a generator. Throws `c10::ValueError` if there is one with that name.
+  void add(const std::string& name, uint64_t seed);
+  /// Returns copies of all states, by name: for a checkpoint file of the program.
+  std::map<std::string, at::Tensor> states() const;
+  /// Sets the states, and with them the names, to those that `states` returned. Throws c10::Error
+  /// within a fork.
+  void set_states(const std::map<std::string, at::Tensor>& states);
+  std::any capture() override;                      ///< returns all states
+  void restore(const std::any& captured) override;  ///< sets states that `capture` returned
+
+ private:
+  friend class GeneratorForkGuard;
+  struct Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
+/// While alive, the default generator of a tracker's device continues the named generator; then it
+/// continues its own sequence. Forks of different names nest.
+/// Throws: `c10::ValueError` for an unknown name, or one that is forked already.
+class REMAT_API GeneratorForkGuard {
+ public:
+  GeneratorForkGuard(std::shared_ptr<GeneratorTracker> tracker, std::string name);
+  ~GeneratorForkGuard();
+  GeneratorForkGuard(const GeneratorForkGuard&) = delete;
+  GeneratorForkGuard& operator=(const GeneratorForkGuard&) = delete;
+
+ private:
+  const std::shared_ptr<GeneratorTracker> tracker_;
+  const std::string name_;
+  const StateProviderGuard registered_;  // first: regions around note the states before the fork
+  at::Tensor own_state_;                 // of the default generator, before the fork
 };
 
 /// Callbacks around every recompute, on its thread, in pairs, also if it stops or throws. An

@@ -77,7 +77,12 @@ AnyValue ElementRegion::run(seam::AnyValues arguments) {
   if (!region_.is_wanted()) {
     std::optional<detail::ModuleStateGuard> state;
     if (region_.is_watched()) state.emplace(region_);
-    return seam::call(original(), std::move(arguments));
+    const bool is_off_in_eval = region_.is_off_in_eval();
+    AnyValue result = seam::call(original(), std::move(arguments));
+    const auto watch = [&](at::Tensor& each) { region_.watch_result(each); };
+    TensorVisitor visitor(watch);
+    if (is_off_in_eval) visit_tensors_of(result, visitor);
+    return result;
   }
   const detail::ModuleStateGuard state(region_);
   ElementValues result = checkpoint(

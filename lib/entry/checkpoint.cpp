@@ -15,6 +15,7 @@
 #include "lib/base/error.h"
 #include "lib/base/once_per_name.h"
 #include "lib/base/stack_room.h"
+#include "lib/entry/default_options.h"
 #include "lib/entry/module_function.h"
 #include "lib/entry/opaque_arguments.h"
 #include "lib/entry/stack_captures.h"
@@ -147,20 +148,23 @@ void refuse_shared_argument() {
 
 }  // namespace detail
 
-bool opens_region() {
-  return c10::GradMode::is_enabled() && detail::innermost(Ability::Disable) == nullptr;
-}
+bool opens_region() { return c10::GradMode::is_enabled() && !is_checkpointing_disabled(); }
 
 bool opens_region(const CheckpointOptions& options) {
   if (!opens_region()) return false;
   if (!options.level) return true;
+  TORCH_CHECK_VALUE(*options.level >= 0, "remat::checkpoint: CheckpointOptions::level was ",
+                    *options.level,
+                    ".\nHint: 0 for never, 1 and up for the level that turns the region on.");
   const detail::Scope* const guard = detail::innermost(Ability::Level);
   return *options.level > 0 && (guard == nullptr || guard->training_level() >= *options.level);
 }
 
-ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
+ForwardRun::ForwardRun(const CheckpointOptions& given, std::unique_ptr<RegionBody> body,
                        const FunctionFacts& facts)
     : visit_opaque_(facts.visit_opaque) {
+  const std::optional<CheckpointOptions> merged = with_default_options(given);
+  const CheckpointOptions& options = merged ? *merged : given;
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/modules/container/sequential.h>
 
 #include <mutex>
@@ -13,10 +14,12 @@
 #include <typeindex>
 #include <unordered_map>
 
+#include "lib/base/once_per_name.h"
 #include "lib/entry/module_function.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
 #include "lib/seam/stand_in.h"
+#include "lib/seam/warn.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -155,6 +158,42 @@ bool ModuleRegion::is_wanted() {
 
 bool ModuleRegion::is_on() const {
   return enabled_ && (!options_->training_only || owner_->is_training());
+}
+
+bool ModuleRegion::is_off_in_eval() const {
+  return enabled_ && options_->training_only && !owner_->is_training() && !is_watched() &&
+         opens_region();
+}
+
+namespace {
+
+/// Warns when a backward reaches the node of a tensor.
+class WarnInEval final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit WarnInEval(std::string type) : type_(std::move(type)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    if (warned_in_eval().is_first(type_))
+      seam::warn(c10::str(
+          "remat: a backward went through a ", type_,
+          " in eval mode, which ran without a region: everything that autograd saved in it was "
+          "kept. Hint: ModuleOptions::training_only = false, if its gradients are wanted in eval "
+          "mode (forces, for example)."));
+    return grads;
+  }
+  static OncePerName& warned_in_eval() {
+    static OncePerName types;
+    return types;
+  }
+
+ private:
+  const std::string type_;
+};
+
+}  // namespace
+
+void ModuleRegion::watch_result(const at::Tensor& result) const {
+  if (!result.defined() || result.grad_fn() == nullptr) return;
+  result.grad_fn()->add_pre_hook(std::make_unique<WarnInEval>(c10::demangle(type_.name())));
 }
 
 bool ModuleRegion::is_watched() const { return innermost(Ability::Region) != nullptr; }

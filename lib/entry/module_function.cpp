@@ -104,7 +104,11 @@ PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* modu
   if (is_planted(Fault::BufferInside)) return {!opens_region() || !opens_region(options)};
   // Also without grad mode, recomputes of an enclosing region repeat the module's writes.
   if (!opens_region() && innermost(Ability::Region) == nullptr) return {true};
-  if (!opens_region(options)) return {true, register_plain_call(options, module, script)};
+  // Levels are for training, as the levels of modules are.
+  const bool is_in_eval = (module != nullptr && !module->is_training()) ||
+                          (script != nullptr && !script->is_training());
+  if (!opens_region(options) || (options.level && is_in_eval))
+    return {true, register_plain_call(options, module, script)};
   if (options.buffers != BufferPolicy::SkipBatchNorm) return {};
   std::string type;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {

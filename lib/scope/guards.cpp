@@ -4,7 +4,9 @@
 
 #include <utility>
 
+#include "lib/scope/op_log.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/variable_hooks.h"
 
 namespace remat {
 
@@ -49,6 +51,19 @@ DisableCheckpointGuard::DisableCheckpointGuard()
     : ScopeGuard(std::make_shared<detail::GuardScope>(detail::Ability::Disable)) {}
 CheckpointLevelGuard::CheckpointLevelGuard(int64_t training_level)
     : ScopeGuard(std::make_shared<detail::LevelScope>(training_level)) {}
+
+struct UnseenGuard::Impl {
+  const detail::NoScopes no_regions{detail::NoScopes::Hidden::Regions};
+  const seam::OnlyNodeWatch no_watches{nullptr};
+  OpLog* const log = OpLogScope::exchange(nullptr);
+  ~Impl() { OpLogScope::exchange(log); }
+};
+
+UnseenGuard::UnseenGuard()
+    : impl_(detail::innermost_region() == nullptr ? nullptr : std::make_unique<Impl>()) {}
+UnseenGuard::~UnseenGuard() = default;
+
+bool is_checkpointing_disabled() { return detail::innermost(detail::Ability::Disable) != nullptr; }
 
 bool is_checkpointing() {
   const auto* const region = detail::innermost_region();

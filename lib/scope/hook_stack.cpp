@@ -221,7 +221,13 @@ StackSwap::~StackSwap() {
   if (foreign_) at::SavedTensorDefaultHooks::set_tls_state(foreign_->state);
 }
 
-NoScopes::NoScopes() : previous_(exchange_top(nullptr)) {}
+NoScopes::NoScopes(Hidden hidden) {
+  const StackNode* outermost = nullptr;
+  if (hidden == Hidden::Regions)
+    for (const StackNode* node = top(); node != nullptr; node = node->below.get())
+      if (node->scope->is_open() && node->scope->has(Ability::Region)) outermost = node;
+  previous_ = exchange_top(outermost == nullptr ? nullptr : outermost->below);
+}
 NoScopes::~NoScopes() { exchange_top(without_closed(std::move(previous_))); }
 
 }  // namespace remat::detail

@@ -176,7 +176,9 @@ class StackSwap {
 /// Hides the thread's scopes while alive: tensors computed meanwhile belong to no region.
 class NoScopes {
  public:
-  NoScopes();
+  /// The hidden scopes: all, or regions and the scopes inside the outermost one.
+  enum class Hidden : uint8_t { All, Regions };
+  explicit NoScopes(Hidden hidden = Hidden::All);
   ~NoScopes();
   NoScopes& operator=(NoScopes&&) = delete;
 

@@ -35,8 +35,11 @@ std::string shapes_of(c10::ArrayRef<const c10::IValue> inputs) {
 }
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& fn) {
-  // Under a policy an operator is called a second time, when it runs below autograd.
-  if (current_log == nullptr || seam::is_handling_operator()) return nullptr;
+  // Under a policy an operator is called a second time, when it runs below autograd; on the way
+  // there LibTorch has a scope for the mode.
+  if (current_log == nullptr || seam::is_handling_operator() ||
+      std::string_view(fn.name()) == "PythonDispatchMode")
+    return nullptr;
   current_log->add(
       fmt::format("{}({})", fn.name(), shapes_of(fn.inputs())),
       current_log->keeps_stacks ? c10::get_lazy_backtrace(1, max_frames_looked_at) : nullptr);
@@ -109,6 +112,8 @@ OpLogScope::OpLogScope(OpLog* log) : is_recording_(log != nullptr) {
                                              .needsInputs(true)
                                              .scopes({at::RecordScope::FUNCTION}));
 }
+
+OpLog* OpLogScope::exchange(OpLog* log) { return std::exchange(current_log, log); }
 
 OpLogScope::~OpLogScope() {
   if (!is_recording_) return;

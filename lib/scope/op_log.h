@@ -41,6 +41,8 @@ class OpLogScope {
  public:
   explicit OpLogScope(OpLog* log);
   ~OpLogScope();
+  /// Makes `log` the log of this thread, null for none, and returns the previous one.
+  static OpLog* exchange(OpLog* log);
   OpLogScope& operator=(OpLogScope&&) = delete;
 
  private:

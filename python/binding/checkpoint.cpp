@@ -40,7 +40,10 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
     const py::object kept_names = own_names.empty() ? py::object() : py::tuple(own_names);
     call.names = kept_names.ptr();
     call.arguments = own.data();
-    return run_region(given.options, call, given.modules);
+    PyObject* const result = run_region(given.options, call, given.modules);
+    if (result == nullptr && !own_names.empty() && PyErr_ExceptionMatches(PyExc_TypeError) != 0)
+      improve_error(names().not_taken, py::make_tuple(py::handle(call.function), own_names).ptr());
+    return result;
   });
 }
 
@@ -97,6 +100,7 @@ buffers: "restore": a recompute sees the buffers of the function's modules (runn
 strict_unpack: a second read of a saved tensor in one backward is an error instead of one more recompute.
 debug: records the operators of both passes for the error report.
 level: under `checkpoint_level(n)` the call is a region if n >= level, else it runs plainly; 0: never. None: always.
+    With a level, a function that is a module in eval mode runs plainly.
 value_comparison: a ValueComparison, which says how determinism_check="values" compares elements.
 handle: a RegionHandle that refers to the region from its end on.
 prepare_ahead: how many regions with this option a backward recomputes ahead when it first reads this one, in the
@@ -117,6 +121,9 @@ void add_checkpoint(py::module_& module) {
   add_function(module, "_run_watched", run_watched);
   py::class_<CheckpointOptions>(module, "_Options")
       .def(py::init(wrapped([](const py::dict& options) { return options_in(options); })));
+  module.def("set_default_options",
+             wrapped([](const std::string& text) { set_default_options(text); }));
+  module.def("default_options", wrapped([] { return default_options(); }));
   module.def("_check_options",
              wrapped([](const py::dict& options) { options_in(options, /*has_modules=*/true); }));
 }

@@ -232,6 +232,21 @@ at::Generator generator_in(const py::object& object) {
   return reinterpret_cast<THPGenerator*>(object.ptr())->cdata;
 }
 
+/// Adds generators with names.
+void add_generator_tracker(py::module_& module) {
+  using Tracker = GeneratorTracker;
+  using States = std::map<std::string, at::Tensor>;
+  py::class_<Tracker, std::shared_ptr<Tracker>>(module, "_GeneratorTracker")
+      .def(py::init(wrapped(
+          [](const py::object& device) { return std::make_shared<Tracker>(device_in(device)); })))
+      .def("add", wrapped([](Tracker& self, const std::string& name, uint64_t seed) {
+             self.add(name, seed);
+           }))
+      .def("states", [](const Tracker& self) { return self.states(); })
+      .def("set_states",
+           wrapped([](Tracker& self, const States& states) { self.set_states(states); }));
+}
+
 // ---- by name
 
 using Opener = std::function<OpenGuard(const py::dict& given)>;
@@ -284,6 +299,11 @@ OpenGuard open_memory_limit(const py::dict& given) {
   return limited.is_cpu() ? open<MemoryLimitGuard>(bytes) : open<MemoryLimitGuard>(bytes, limited);
 }
 
+OpenGuard open_fork(const py::dict& given) {
+  return open<GeneratorForkGuard>(given["tracker"].cast<std::shared_ptr<GeneratorTracker>>(),
+                                  given["name"].cast<std::string>());
+}
+
 OpenGuard open_observer(const py::dict& given) {
   return open<RecomputeObserverGuard>(
       RecomputeObserver{.begin = tells(given["begin"]), .end = tells(given["end"])});
@@ -315,6 +335,7 @@ const std::map<std::string, Opener>& openers() {
       {"debug", opens<DebugGuard, std::optional<bool>>("enabled")},
       {"checkpoint_level", opens<CheckpointLevelGuard, int64_t>("training_level")},
       {"disable_checkpoint", opens<DisableCheckpointGuard>()},
+      {"unseen", opens<UnseenGuard>()},
       {"graph_exec_group", opens<GraphExecGroup>()},
       {"recompute_cache", opens_with<RecomputeCacheGuard, RecomputeCacheOptions>(
                               {REMAT_MEMBER(RecomputeCacheOptions, max_bytes)})},
@@ -324,6 +345,7 @@ const std::map<std::string, Opener>& openers() {
       {"preserve_generator",
        [](const py::dict&
               given) { return open<GeneratorGuard>(generator_in(given["generator"])); }},
+      {"fork", open_fork},
       {"observe_recomputes", open_observer},
       {"memory_limit", open_memory_limit},
       {"record_allocations", opens<RecordAllocationsGuard>()}};
@@ -337,6 +359,7 @@ const char* name_of(Phase phase) {
 }  // namespace
 
 void add_guards(py::module_& module) {
+  add_generator_tracker(module);
   py::class_<OpenGuard>(module, "_OpenGuard", "A guard of the library, open until `end`.")
       .def("end", wrapped([](OpenGuard& self) { self.end(); }))
       .def("counts", wrapped([](const OpenGuard& self) { return self.counts(); }));

@@ -42,5 +42,6 @@ PYBIND11_MODULE(_remat, module) {
     add(module);
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);
+  module.def("is_checkpointing_disabled", remat::is_checkpointing_disabled);
   module.def("is_recomputing", remat::is_recomputing);
 }

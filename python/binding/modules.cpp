@@ -105,6 +105,13 @@ bool can_be_restored(PyObject* buffer, const at::Tensor& tensor) {
 
 }  // namespace
 
+bool is_in_eval(PyObject* module) {
+  if (module == nullptr) return false;
+  const auto flag = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "training"));
+  if (!flag) throw python_error();
+  return flag.ptr() == Py_False;
+}
+
 PyObject* module_in(PyObject* function) {
   if (PyFunction_Check(function)) return nullptr;
   if (PyMethod_Check(function)) {

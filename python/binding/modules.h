@@ -19,6 +19,8 @@ namespace remat::python {
 /// The module that a function is, or belongs to: itself, the object of a bound method, what a
 /// functools.partial calls. Borrowed; null for other functions.
 PyObject* module_in(PyObject* function);
+/// Returns whether it is a module in eval mode; null is none. Throws python_error.
+bool is_in_eval(PyObject* module);
 
 // Note [State of Python modules]
 // The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers'

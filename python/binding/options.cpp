@@ -114,7 +114,13 @@ ValueComparison comparison_in(PyObject* rule, const char* option) {
 
 std::optional<int64_t> level_in(PyObject* value, const char* option) {
   if (value == Py_None) return std::nullopt;
-  return int_in(value, option, "Optional[int]");
+  const int64_t level = int_in(value, option, "Optional[int]");
+  if (level >= 0) return level;
+  PyErr_Format(PyExc_ValueError,
+               "%s: %s must be 0 or more, and is %R. Hint: 0 for never, 1 and up for the "
+               "level that turns the region on.",
+               user, option, value);
+  throw python_error();
 }
 
 std::shared_ptr<RegionHandle> handle_in(PyObject* value, const char* option) {

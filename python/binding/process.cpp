@@ -216,7 +216,8 @@ void add_process(py::module_& module) {
                 REMAT_MEMBER(Names, check), REMAT_MEMBER(Names, run_in),
                 REMAT_MEMBER(Names, device_context), REMAT_MEMBER(Names, decorator),
                 REMAT_MEMBER(Names, refuse_function), REMAT_MEMBER(Names, unbound),
-                REMAT_MEMBER(Names, free_hooks), REMAT_MEMBER(Names, engine_run_backward)});
+                REMAT_MEMBER(Names, not_taken), REMAT_MEMBER(Names, free_hooks),
+                REMAT_MEMBER(Names, engine_run_backward)});
     if (all.contains("dispatch_mode")) set_dispatch_mode(names().dispatch_mode, getPyInterpreter());
   });
   module.def("_set_words", [](std::vector<std::pair<std::string, std::string>> words) {

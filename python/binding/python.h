@@ -39,6 +39,7 @@ struct Names {
   PyObject* decorator = nullptr;        ///< makes a decorator of options
   PyObject* refuse_function = nullptr;  ///< raises for what is no function
   PyObject* unbound = nullptr;  ///< the error for a function that was called without its arguments
+  PyObject* not_taken = nullptr;            ///< ... with upstream's options, which it does not take
   PyObject* free_hooks = nullptr;           ///< frees what hooks of a recompute hold
   PyObject* engine_run_backward = nullptr;  ///< of torch's engine
 };

@@ -289,7 +289,7 @@ bool warn_of_late_function(PyObject* result) {
 
 PyObject* run_region(const CheckpointOptions& options, const Call& call,
                      const std::vector<PyObject*>& modules) {
-  if (!opens_region(options))
+  if (!opens_region(options) || (options.level && is_in_eval(module_in(call.function))))
     return returned([&] {
       const ModulesWatched watched(modules);  // a region around it sees to the modules
       return call.run();

@@ -36,9 +36,10 @@ from ._modules import (
 )
 from ._region_class import plain_class
 from ._guards import (
-    Guard, MemoryLimit, StateProvider, checkpoint_level, debug, disable_checkpoint,
-    disable_saved_tensors_hooks, early_stop, graph_exec_group, memory_limit, observe_recomputes,
-    preserve_generator, record_allocations, recompute_cache, state_provider,
+    GeneratorTracker, Guard, MemoryLimit, StateProvider, checkpoint_level, debug,
+    disable_checkpoint, disable_saved_tensors_hooks, early_stop, graph_exec_group, memory_limit,
+    observe_recomputes, preserve_generator, record_allocations, recompute_cache, state_provider,
+    unseen,
 )
 from ._offload import (
     MoveCounts, Moves, Place, TierCounts, Tiers, save_as, save_elsewhere, save_in_tiers,
@@ -58,8 +59,8 @@ from ._budget import Budget, budget
 from ._remat import (
     BudgetReport, DecisionReport, DeviceReport, EvictionReport, FailedAllocation, FileReport,
     HeldBytes, MemoryMeter, MoveReport, PhaseInfo, Plan, PolicyContext, RegionHandle, RegionReport,
-    Report, checkpoint_name, counters, current_phase, is_checkpointing, is_recomputing, pin,
-    save_region,
+    Report, checkpoint_name, counters, current_phase, default_options, is_checkpointing,
+    is_checkpointing_disabled, is_recomputing, pin, save_region, set_default_options,
 )
 
 __version__ = _build.version
@@ -69,25 +70,24 @@ register_when_imported()
 __all__ = [
     "Applied", "Budget", "BudgetExceeded", "BudgetReport", "ChainCost", "CheckpointError",
     "CheckpointPolicy", "Checkpointed", "Checkpointing", "ChosenModule", "CustomFunction",
-    "DecisionReport",
-    "DeviceReport", "ErrorKind", "EvictionReport", "FailedAllocation", "FileReport", "Fitted",
-    "Frontier", "FrontierPoint", "Guard", "HeldBytes", "InfeasibleBudget", "MoveCost", "MoveCounts",
-    "MoveOptions", "MoveReport", "Moves", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice",
-    "PhaseInfo", "Place", "Plan", "PlanRegion", "Policy", "PolicyContext", "Recorder",
-    "RefusedModule", "RegionHandle", "RegionReport", "Report", "SavedTensor", "Served", "Simulation",
-    "StageCost",
-    "StateProvider", "TierCounts", "Tiers", "UnusedRegion", "ValueComparison", "apply",
-    "balanced_plan", "budget", "checkpoint", "checkpoint_level", "checkpoint_name",
-    "checkpoint_sequential", "checkpointed", "counters", "current_phase", "custom_function", "debug",
-    "disable_checkpoint", "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget",
-    "free_bytes", "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
-    "is_checkpointing", "is_installed", "is_recomputing", "measure", "memory_limit", "mixed_plan",
-    "observe_recomputes", "offload_names", "offload_ops", "pin", "plain_class", "policy_table",
-    "preserve_generator", "record_allocations", "recompute_cache", "register_tree", "regions_of",
-    "remove", "reset_unused_regions", "revolve_plan", "run", "save_all_but_names", "save_as",
-    "save_elsewhere", "save_in_tiers",
-    "save_matmuls", "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region",
-    "saved_tensors", "served", "set_checkpoint_level", "set_checkpointing", "simulate", "solve",
-    "state_provider", "torch_sequential_plan", "uninstall", "unused_regions",
+    "DecisionReport", "DeviceReport", "ErrorKind", "EvictionReport", "FailedAllocation",
+    "FileReport", "Fitted", "Frontier", "FrontierPoint", "GeneratorTracker", "Guard", "HeldBytes",
+    "InfeasibleBudget", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice", "MoveCost",
+    "MoveCounts", "MoveOptions", "MoveReport", "Moves", "PhaseInfo", "Place", "Plan", "PlanRegion",
+    "Policy", "PolicyContext", "Recorder", "RefusedModule", "RegionHandle", "RegionReport",
+    "Report", "SavedTensor", "Served", "Simulation", "StageCost", "StateProvider", "TierCounts",
+    "Tiers", "UnusedRegion", "ValueComparison", "apply", "balanced_plan", "budget", "checkpoint",
+    "checkpoint_level", "checkpoint_name", "checkpoint_sequential", "checkpointed", "counters",
+    "current_phase", "custom_function", "debug", "default_options", "disable_checkpoint",
+    "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget", "free_bytes",
+    "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
+    "is_checkpointing", "is_checkpointing_disabled", "is_installed", "is_recomputing", "measure",
+    "memory_limit", "mixed_plan", "observe_recomputes", "offload_names", "offload_ops", "pin",
+    "plain_class", "policy_table", "preserve_generator", "recompute_cache", "record_allocations",
+    "regions_of", "register_tree", "remove", "reset_unused_regions", "revolve_plan", "run",
+    "save_all_but_names", "save_as", "save_elsewhere", "save_in_tiers", "save_matmuls",
+    "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region", "saved_tensors",
+    "served", "set_checkpoint_level", "set_checkpointing", "set_default_options", "simulate",
+    "solve", "state_provider", "torch_sequential_plan", "uninstall", "unseen", "unused_regions",
 ]
 # fmt: on

@@ -17,7 +17,7 @@ from ._arguments import checked
 from ._budget import Budget, Budgeted
 from ._budget import budget as make_budget
 from ._extension import _remat
-from ._selective import asks_functions, contexts_of
+from ._selective import PastHooks, asks_functions, contexts_of
 from ._selective import counts as _selective_counts
 
 # Taken before anything is replaced. From 2.14 on the function that makes a region has its arguments
@@ -53,6 +53,8 @@ if _IS_NEWER:
         early_stop: bool = True,
         respect_saved_tensors_hooks: Optional[bool] = None,
     ) -> Any:
+        if respect_saved_tensors_hooks is False and context_fn is not _noop:
+            context_fn = PastHooks(context_fn)
         settings = preserve_rng_state, context_fn, determinism_check, debug, early_stop
         if respect_saved_tensors_hooks and context_fn is not _noop:
             _with_hooks[0] += is_installed()

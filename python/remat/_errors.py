@@ -143,7 +143,8 @@ _GUARDS = {
     "RecordAllocationsGuard": "record_allocations",
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug",
     "GeneratorGuard": "preserve_generator",
-    "BudgetGuard": "budget",
+    "BudgetGuard": "budget", "UnseenGuard": "unseen",
+    "GeneratorForkGuard": "GeneratorTracker.fork",
 }  # fmt: skip
 _NAMES = (
     (re.compile(rf"\b({'|'.join(_GUARDS)})\b"), lambda found: _GUARDS[found[1]]),

@@ -106,6 +106,17 @@ def disable_checkpoint() -> Guard:
     return guard_of(disable_checkpoint, {}, Guard, "remat.disable_checkpoint()")
 
 
+def unseen() -> Guard:
+    """Hides the operators in the scope from the regions around it, in forward and in recomputes.
+
+    No policy is asked about them, no debug report lists them, and nothing counts, compares or drops
+    their saved tensors: those stay until backward, as outside of regions. For code that only one of
+    the passes runs, such as logging under `if not remat.is_recomputing()`. Random numbers are drawn
+    from the generators themselves, anew in each recompute.
+    """
+    return guard_of(unseen, {}, Guard, "remat.unseen()")
+
+
 @checked
 def recompute_cache(max_bytes: Optional[Bytes] = None) -> Guard:
     """Backwards in the scope keep what regions recomputed for the next ones: many overlapping
@@ -201,6 +212,52 @@ def preserve_generator(generator: torch.Generator) -> Guard:
     (`preserve_rng_state`), and those of the CPU that their functions draw from: one of a device,
     say."""
     return guard_of(preserve_generator, locals(), Guard)
+
+
+class GeneratorTracker:
+    """Random generators with names, such as one for each form of parallelism (Megatron-LM).
+
+        tracker = remat.GeneratorTracker()
+        tracker.add("model parallel", 1234 + rank)
+        with tracker.fork("model parallel"):
+            x = torch.dropout(x, 0.1, True)
+
+    Recomputes of a region that forks see the states from the region's first fork, and restore the
+    present ones afterwards, with `preserve_rng_state=False` as well. Such a region on the CPU is
+    not stopped early, and keeps one copy of all states.
+    device: the device whose default generator forks replace; None: the CPU.
+    Threads: any; those that draw from one default generator at once disturb each other.
+    """
+
+    @checked
+    def __init__(self, device: Union[torch.device, str, int, None] = None) -> None:
+        self._tracker = _remat._GeneratorTracker(device)
+
+    @checked
+    def add(self, name: str, seed: int) -> None:
+        """Adds a generator. Raises ValueError if there is one with that name."""
+        self._tracker.add(name, seed)
+
+    @checked
+    def fork(self, name: str) -> Guard:
+        """In the scope the device's default generator continues the named one. Names nest.
+
+        Entering raises ValueError for an unknown name, or one that is forked already.
+        """
+        given = {"tracker": self._tracker, "name": name}
+        return Guard(f"remat.GeneratorTracker.fork({name!r})", lambda: _remat._open("fork", given))
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Returns copies of all states, by name: for a checkpoint file of the program."""
+        states: dict[str, torch.Tensor] = self._tracker.states()
+        return states
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Sets the states, and with them the names, to what `states` returned.
+
+        Raises RuntimeError within a fork.
+        """
+        self._tracker.set_states(states)
 
 
 @checked

@@ -42,7 +42,7 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     `type(module) is Block` does not (`remat.plain_class(module)`). Hooks of the module itself run
     outside of the region; those of modules in it run again in recomputes.
 
-    training_only: in eval mode it runs plainly.
+    training_only: in eval mode it runs plainly. A warning says so once if a backward reaches it.
     level: for `set_checkpoint_level`; 0: never a region, unless `set_checkpointing` asks for it.
     buffers: "restore": a recompute sees the module's buffers as forward saw them, and puts them
         back: running statistics move once a step. "skip_batch_norm": a module that contains one

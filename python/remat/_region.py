@@ -111,6 +111,34 @@ def unbound(function: Any, error: TypeError) -> TypeError:
         return error
 
 
+_INSTEAD_OF_UPSTREAMS = {
+    "use_reentrant": "leave it out: regions of remat.checkpoint are never re-entrant",
+    "context_fn": "policy=remat.save_ops([...]) for a selective context; for others a `with` in "
+    "the function, which both passes run, or remat.state_provider",
+    "respect_saved_tensors_hooks": "policy=remat.save_ops([...], save_through_hooks=True)",
+}
+
+
+def not_taken(given: tuple[Any, list[str]], error: TypeError) -> TypeError:
+    """Returns the error for a function that was given options of upstream that it does not take."""
+    function, names = given
+    upstreams = [name for name in names if name in _INSTEAD_OF_UPSTREAMS]
+    try:
+        taken = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function without a signature
+        return error
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return error
+    for name in upstreams:
+        if name not in taken:
+            return TypeError(
+                f"remat.checkpoint: {name} was given, an option of torch.utils.checkpoint. Cause: "
+                f"remat.checkpoint has no such option, and the function takes no such argument. "
+                f"Hint: {_INSTEAD_OF_UPSTREAMS[name]}."
+            )
+    return error
+
+
 def checkpointed(function: F, **options: Any) -> F:
     """A function each call of which is a region of `function`, with the options of `checkpoint`."""
     refuse_function("remat.checkpointed", function)
@@ -122,7 +150,9 @@ def checkpointed(function: F, **options: Any) -> F:
     return region  # type: ignore[return-value]
 
 
-_remat._set_names(decorator=Checkpointing, refuse_function=refuse_function, unbound=unbound)
+_remat._set_names(
+    decorator=Checkpointing, refuse_function=refuse_function, unbound=unbound, not_taken=not_taken
+)
 
 if TYPE_CHECKING:
 

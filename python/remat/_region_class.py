@@ -82,6 +82,7 @@ def regions_below(model: nn.Module) -> list[Region]:
 _classes: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _warned: set[str] = set()
+_warned_in_eval: set[str] = set()
 
 
 @checked
@@ -118,6 +119,29 @@ def _skips(module: nn.Module) -> bool:
             stacklevel=4,
         )
     return True
+
+
+def _watch_result(module: nn.Module, result: Any) -> None:
+    """Warns, once for each class, when a backward reaches a module that was off in eval mode."""
+    name = class_name(module)
+    if name in _warned_in_eval or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    if _remat.is_checkpointing_disabled() or _remat.is_checkpointing() or _remat.is_recomputing():
+        return
+
+    def warn(gradients: Any) -> None:
+        if name not in _warned_in_eval:
+            _warned_in_eval.add(name)
+            warnings.warn(
+                f"remat: a backward went through a {name} in eval mode, which ran without a "
+                "region: everything that autograd saved in it was kept. Hint: training_only=False, "
+                "if its gradients are wanted in eval mode (forces, for example).",
+                stacklevel=2,
+            )
+
+    for each in torch.utils._pytree.tree_leaves(result):
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+            each.grad_fn.register_prehook(warn)
 
 
 def _class_of_regions(plain: type[nn.Module]) -> type[nn.Module]:
@@ -168,7 +192,10 @@ def _make_class(plain: Any) -> Any:
         if region is None:
             return plain_forward(self, *args, **kwargs)
         if _runs_plainly(self, region):
-            return _remat._run_watched(plain_forward, self, *args, **kwargs)
+            result = _remat._run_watched(plain_forward, self, *args, **kwargs)
+            if region.enabled and not is_on(self, region):
+                _watch_result(self, result)
+            return result
         if region.plan is not None:
             return region.plan.run(self, *args, **kwargs)
         return _remat._run_module(region.native, plain_forward, self, *args, **kwargs)

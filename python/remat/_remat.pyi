@@ -45,6 +45,24 @@ def save_region(name: str, function: Callable[..., _R], /, *args: Any, **kwargs:
 def counters() -> dict[str, int]:
     """Exact counts since the process started; those with `alive` are of now."""
 
+def is_checkpointing_disabled() -> bool:
+    """True under `disable_checkpoint()`: calls of `checkpoint` run plainly."""
+
+def set_default_options(text: str, /) -> None:
+    """Sets the process's defaults of options, as REMAT_OPTIONS does when the first region begins.
+
+        remat.set_default_options("early_stop=false, determinism_check=values")
+
+    They replace earlier ones; "" ends them. A default applies to regions that begin later, wherever
+    their option has its built-in value; guards have priority. Regions of the drop-in are included.
+    Options: preserve_rng_state, early_stop, debug, offload_inputs, strict_unpack,
+    determinism_check, capture_check, input_mode, offload_prefetch_depth.
+    Raises ValueError for another name or value, in every region if it is REMAT_OPTIONS's.
+    """
+
+def default_options() -> str:
+    """Returns the text of the defaults in force, "" without any."""
+
 def is_checkpointing() -> bool:
     """True inside a region's first run that no recompute encloses."""
 

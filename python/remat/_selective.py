@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 import types
+import warnings
 from typing import Any, Callable, Optional
 
 import torch
@@ -191,12 +192,45 @@ def _source_of(forward: Any, recompute: Any) -> Any:
     ].cell_contents
 
 
+# From torch 2.14 on upstream's mode warns if it keeps a tensor past the user's hooks around, until
+# the call says which it wants. A native policy warns as the region begins, in the mode's own words.
+_HOOKS_TEXT = next(
+    (
+        constant
+        for constant in upstream._CachingTorchDispatchMode.__torch_dispatch__.__code__.co_consts
+        if isinstance(constant, str) and "respect_saved_tensors_hooks" in constant
+    ),
+    None,
+)
+
+
+class PastHooks:
+    """A context_fn whose call said `respect_saved_tensors_hooks=False`."""
+
+    def __init__(self, context_fn: Callable[[], Any]) -> None:
+        self.context_fn = context_fn
+
+    def __call__(self) -> Any:
+        contexts = self.context_fn()
+        if isinstance(contexts[0], upstream._CachingTorchDispatchMode):
+            contexts[0].respect_saved_tensors_hooks = False
+        return contexts
+
+
+def _warn_of_hooks(context_fn: Any) -> None:
+    if _HOOKS_TEXT is None or isinstance(context_fn, PastHooks):
+        return
+    if upstream._current_user_saved_tensors_hooks() is not None:
+        warnings.warn(_HOOKS_TEXT, FutureWarning, stacklevel=3)
+
+
 def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """(policy, forward context, recompute context) of a region; None for what it does not have."""
     found: Any = None
     if type(context_fn) is functools.partial and context_fn.func is _create_contexts:
         found = _native_of_partial(context_fn)
     if type(found) is tuple:
+        _warn_of_hooks(context_fn)
         _count("")
         return found
     forward, recompute = context_fn()
@@ -204,6 +238,7 @@ def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
     if source is not None:
         found = _native(source, bool(recompute.allow_cache_entry_mutation))
         if type(found) is tuple:
+            _warn_of_hooks(context_fn)
             _count("")
             return found
         _count(found)

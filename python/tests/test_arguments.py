@@ -54,6 +54,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "measure": (model, x), "free_budget": (cost,), "run": (remat.Plan(2), model, x),
     "checkpoint_sequential": (model, 1, x), "fit": (model, x, 1 << 30),
     "Frontier.plan": (remat.solve(cost), 1 << 30),
+    "GeneratorTracker": (), "GeneratorTracker.add": (remat.GeneratorTracker(), "a", 1),
+    "GeneratorTracker.fork": (remat.GeneratorTracker(), "a"),
     "budget": (1,), "install": (), "installed": (), "ValueComparison": (), "MoveOptions": (),
     "custom_function": (torch.sin, torch.sin, torch.sin),
 }  # fmt: skip
@@ -65,8 +67,10 @@ NOT_CHECKED = {
 # constructor of their own, ...
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
-    "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
-    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle", "CustomFunction", "served",
+    "counters", "current_phase", "is_checkpointing", "is_checkpointing_disabled", "is_recomputing",
+    "default_options", "set_default_options", "disable_checkpoint", "unseen", "graph_exec_group",
+    "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle",
+    "CustomFunction", "served",
 }  # fmt: skip
 
 
@@ -345,9 +349,9 @@ NATIVE = {
     "MemoryMeter": ["device"],
 }  # fmt: skip
 BOUND = {
-    "Recorder.write_html", "Recorder.write_memory_svg", "Recorder.write_chrome_trace",
-    "Frontier.plan"
-}
+    "GeneratorTracker.add", "GeneratorTracker.fork", "Recorder.write_html",
+    "Recorder.write_memory_svg", "Recorder.write_chrome_trace", "Frontier.plan",
+}  # fmt: skip
 
 if __name__ == "__main__":
     unittest.main()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import unittest
-from typing import Any
+import warnings
+from typing import Any, Callable
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -18,6 +20,7 @@ from drop_in_case import DropIn, region
 
 # Newer releases of upstream, unlike 2.11 and 2.7, show policy functions the result that they are
 # asked about, and find in a second backward that there are no results any more.
+SHOWS_HOOKS = hasattr(upstream, "_current_user_saved_tensors_hooks")
 SHOWS_RESULTS = hasattr(upstream.SelectiveCheckpointContext(is_recompute=False), "op_output")
 
 
@@ -48,6 +51,28 @@ class Selective(DropIn):
         self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS), True)
         self.check(lambda: create_selective_checkpoint_contexts(self.OPS), True)
         self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS, True), True)
+
+    def test_hooks_around_are_warned_of_where_upstream_does(self) -> None:
+        """From torch 2.14 on; its parts that older releases lack are put in."""
+        text = "choose by respect_saved_tensors_hooks=True|False"
+        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS)
+
+        def warned(context_fn: Any, hooks: bool) -> list[Any]:
+            current = mock.Mock(return_value=(id, id) if hooks else None)
+            name = "_current_user_saved_tensors_hooks"
+            with mock.patch.object(upstream, name, current, create=True):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    region(lambda t: (t @ t).sin(), leaf(), context_fn=context_fn)
+            return [(each.category, str(each.message)) for each in caught]
+
+        self.assertEqual(SHOWS_HOOKS, selective._HOOKS_TEXT is not None)
+        with mock.patch.object(selective, "_HOOKS_TEXT", text):
+            self.assertEqual(warned(context_fn, True), [(FutureWarning, text)])
+            self.assertEqual(warned(lambda: context_fn(), True), [(FutureWarning, text)])
+            self.assertEqual(warned(selective.PastHooks(context_fn), True), [])
+            self.assertEqual(warned(context_fn, False), [])
+            self.assertEqual(warned(upstream.noop_context_fn, True), [])
 
     def test_policy_functions_run_natively(self) -> None:
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

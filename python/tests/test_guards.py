@@ -191,6 +191,56 @@ print("over")
             remat.checkpoint(function, leaf()).sum().backward()
         self.assertEqual(remat.counters()["frames_created"], before)
 
+    def test_is_checkpointing_disabled(self) -> None:
+        self.assertFalse(remat.is_checkpointing_disabled())
+        with remat.disable_checkpoint():
+            self.assertTrue(remat.is_checkpointing_disabled())
+        self.assertFalse(remat.is_checkpointing_disabled())
+
+    def test_named_generators_in_regions(self) -> None:
+        def run(is_region: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+            torch.manual_seed(3)
+            tracker = remat.GeneratorTracker()
+            tracker.add("model", 1)
+            tracker.add("expert", 2)
+
+            def block(x: torch.Tensor) -> torch.Tensor:
+                x = torch.dropout(x, 0.1, True).sin()
+                with tracker.fork("model"):
+                    x = torch.dropout(x, 0.1, True).exp()
+                    with tracker.fork("expert"):
+                        x = torch.dropout(x, 0.1, True).cos()
+                return torch.dropout(x, 0.1, True).sin()
+
+            x, grads = leaf(64), []
+            for _ in range(2):
+                y = x
+                for _ in range(2):
+                    y = remat.checkpoint(block, y) if is_region else block(y)
+                grads.append(torch.autograd.grad(y.sum(), x)[0])
+            return grads, {**tracker.states(), "default": torch.get_rng_state()}
+
+        (grads, states), (plain, plain_states) = run(True), run(False)
+        self.assertTrue(all(map(torch.equal, grads, plain)))
+        self.assertEqual(states.keys(), plain_states.keys())
+        self.assertTrue(all(torch.equal(states[name], plain_states[name]) for name in states))
+
+    def test_named_generators_refuse_wrong_uses(self) -> None:
+        tracker = remat.GeneratorTracker()
+        tracker.add("model", 1)
+        with self.assertRaisesRegex(ValueError, "already"):
+            tracker.add("model", 2)
+        with self.assertRaisesRegex(ValueError, 'there was no "data"'):
+            tracker.fork("data").__enter__()
+        with tracker.fork("model"):
+            with self.assertRaisesRegex(ValueError, "was forked already"):
+                tracker.fork("model").__enter__()
+            with self.assertRaisesRegex(RuntimeError, "within a fork"):
+                tracker.set_states({})
+        other = remat.GeneratorTracker()
+        other.set_states(tracker.states())
+        self.assertEqual(list(other.states()), ["model"])
+
     def test_recompute_cache_and_its_limit(self) -> None:
         for limit, recomputes in ((None, 1), (0, 3)):
             x = leaf()

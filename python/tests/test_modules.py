@@ -339,6 +339,28 @@ class Modules(Case):
         remat.Checkpointed(block, training_only=False)
         self.assertEqual(self.frames(lambda: block(x)), 1)
 
+    def test_a_backward_through_a_module_that_is_off_in_eval_mode_is_warned_of_once(self) -> None:
+        class OffInEval(Block):
+            pass
+
+        def texts(run: Any) -> list[str]:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run()
+            return [str(each.message) for each in caught]
+
+        model = nn.Sequential(OffInEval(), OffInEval()).eval()
+        remat.apply(model, types=OffInEval)
+        x = torch.randn(4, 8, requires_grad=True)
+        self.assertEqual(texts(lambda: model(x)), [])
+        self.assertEqual(texts(lambda: remat.checkpoint(model, x).sum().backward()), [])
+        with remat.disable_checkpoint():
+            y = model(x).sum()
+        self.assertEqual(texts(y.backward), [])
+        (text,) = texts(lambda: model(x).sum().backward())
+        self.assertRegex(text, "OffInEval in eval mode, which ran without a region")
+        self.assertEqual(texts(lambda: model(x).sum().backward()), [])
+
     def test_names_classes_and_text_stay(self) -> None:
         plain, net = made(True), made(True)
         remat.apply(net, names="layers.*|list.*")

@@ -4,16 +4,18 @@ of values."""
 from __future__ import annotations
 
 import gc
+import os
 import unittest
 import weakref
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint as upstream
 from torch.overrides import TorchFunctionMode
 
 import remat
-from common import Case, CountedFunction, gradient, leaf, operators
+from common import Case, CountedFunction, gradient, leaf, operators, run_script
 
 
 class Results(Case):
@@ -342,7 +344,78 @@ class Results(Case):
         self.assertIs(caught.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
 
 
+class Misleading(Case):
+    def test_options_of_upstream_are_hints(self) -> None:
+        for name, hint in {"use_reentrant": "leave it out", "context_fn": "policy="}.items():
+            with self.assertRaisesRegex(TypeError, f"{name} was given.*{hint}"):
+                remat.checkpoint(operators, leaf(), **{name: False})
+
+        def takes(x: torch.Tensor, use_reentrant: str = "", **others: Any) -> torch.Tensor:
+            return x * (2 if use_reentrant == "yes" and others == {"context_fn": 1} else 3)
+
+        x = leaf()
+        y = remat.checkpoint(takes, x, use_reentrant="yes", context_fn=1)
+        self.check_equal(gradient(y, x), (torch.full_like(x, 2.0),))
+
+        def fails(x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+            raise TypeError("own error")
+
+        with self.assertRaisesRegex(TypeError, "own error"):
+            remat.checkpoint(fails, x, use_reentrant=True)
+
+    def test_defaults_of_the_process(self) -> None:
+        def stops() -> bool:
+            before = remat.counters()["early_stops"]
+            remat.checkpoint(lambda x: x.sin().exp() + 1, leaf()).sum().backward()
+            return remat.counters()["early_stops"] > before
+
+        self.assertTrue(stops())
+        remat.set_default_options("early_stop=false")
+        try:
+            self.assertFalse(stops())
+            self.assertEqual(remat.default_options(), "early_stop=false")
+            with remat.early_stop(True):
+                self.assertTrue(stops())
+        finally:
+            remat.set_default_options("")
+        self.assertTrue(stops())
+        with self.assertRaisesRegex(ValueError, 'there was no option "early"'):
+            remat.set_default_options("early=false")
+
+    def test_defaults_from_the_environment(self) -> None:
+        script = (
+            "import remat, torch\n"
+            "x = torch.ones(3, requires_grad=True)\n"
+            "with remat.installed():\n"
+            "    upstream = torch.utils.checkpoint.checkpoint\n"
+            "    upstream(lambda t: t.sin().exp() + 1, x, use_reentrant=False).sum().backward()\n"
+            "remat.checkpoint(lambda t: t.sin().exp() + 1, x).sum().backward()\n"
+            "print(remat.counters()['early_stops'])\n"
+        )
+        outputs = {"early_stop=false": "0\n", "": "2\n", "early_stop=never": "ValueError: remat"}
+        for text, expected in outputs.items():
+            with mock.patch.dict(os.environ, {"REMAT_OPTIONS": text}):
+                output = run_script(script).stdout
+            self.assertIn(expected, output)
+
+
 class Levels(Case):
+    def test_a_negative_level_is_an_error(self) -> None:
+        with self.assertRaisesRegex(ValueError, "level must be 0 or more, and is -1"):
+            remat.checkpoint(operators, leaf(), level=-1)
+        with self.assertRaises(ValueError):
+            remat.checkpoint(level=-1)
+
+    def test_a_module_in_eval_mode_with_a_level_runs_plainly(self) -> None:
+        module, x = torch.nn.Linear(4, 4), leaf()
+        for call in (module, module.forward):
+            for trains, level, frames in ((True, 1, 1), (False, 1, 0), (False, None, 1)):
+                module.train(trains)
+                before = remat.counters()["frames_created"]
+                y = remat.checkpoint(call, x, level=level).exp()
+                self.assertEqual(remat.counters()["frames_created"] - before, frames)
+                self.check_equal(gradient(y, x), gradient(module(x).exp(), x))
+
     def test_levels_decide_which_calls_are_regions(self) -> None:
         x = leaf()
         plain = gradient(operators(x), x)
