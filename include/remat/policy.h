@@ -171,6 +171,32 @@ REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions opti
 /// is computed again.
 REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 
+// Policies for operators that must not run twice, with MustSave for the results of these operators
+// and PreferRecompute for others. Unions with `save_matmuls()` and others combine them with speed.
+
+/// Returns a policy for collectives and point-to-point communication of torch.distributed: the
+/// functional operators, and those of `c10d`, which write to their first argument. A recompute
+/// copies the kept contents into its own buffer. A later write to such an output is an error in the
+/// recompute (`SelectiveMutation`), by a collective as well. Its Work is one that has ended.
+/// Memory: the outputs, in place, as long as the graph needs the region; they are never moved.
+REMAT_API Policy save_collectives(SelectiveOptions options = {});
+/// Returns a policy for operators that draw random numbers. (Without it, recomputes draw the same
+/// numbers again.)
+REMAT_API Policy save_random(SelectiveOptions options = {});
+/// Returns a policy for operators that may give another result for the same arguments: sums in any
+/// order on an accelerator (`scatter_add`), choices among equal elements (`topk`, `sort`).
+REMAT_API Policy save_nondeterministic(SelectiveOptions options = {});
+/// Returns a policy for copies from a device to the host, `item()` among them, for which the
+/// program waits.
+REMAT_API Policy save_host_copies(SelectiveOptions options = {});
+/// Registers an operator with a side effect for the policies that `save_effects` makes from now on.
+/// Throws as `save_ops`.
+REMAT_API void register_effect(const std::string& op);
+/// Returns a policy for the registered operators: they run once, whether they have results or not.
+REMAT_API Policy save_effects(SelectiveOptions options = {});
+/// Returns the union of these policies, for expert and pipeline parallel training.
+REMAT_API Policy save_unrepeatable(SelectiveOptions options = {});
+
 /// Returns a policy that keeps the values with one of these names (`checkpoint_name`, as in
 /// jax.checkpoint_policies). Warns once about a name that no value has at the first recompute.
 REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions options = {});

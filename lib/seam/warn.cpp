@@ -19,6 +19,8 @@ void set_warning_words(WarningWords words) {
 
 namespace seam {
 
+bool has_warning_words() { return warning_words.load(std::memory_order_acquire) != nullptr; }
+
 void warn(std::string text, const std::source_location& where) {
   const WarningWords words = warning_words.load(std::memory_order_acquire);
   if (words != nullptr) text = words(std::move(text));

@@ -13,6 +13,9 @@ namespace remat::seam {
 /// handler.
 void warn(std::string text, const std::source_location& where = std::source_location::current());
 
+/// Returns whether a binding puts warnings into the words of its language.
+bool has_warning_words();
+
 /// Returns an error's text, without the stack that LibTorch adds.
 std::string text_of(const std::exception& error);
 

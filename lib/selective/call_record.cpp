@@ -31,7 +31,11 @@ std::string text_of_plain(const c10::IValue& value) {
 }  // namespace
 
 bool CallRecord::is_changed() const {
-  return is_written || std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
+  const bool is_overwritten =
+      writes != nullptr && std::any_of(writes->begin(), writes->end(),
+                                       [](const auto& each) { return each->is_written(); });
+  return is_written || is_overwritten ||
+         std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
            return std::any_of(each.tensors.begin(), each.tensors.end(),
                               [](const KeptTensor& tensor) { return tensor.is_changed(); });
          });

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "lib/selective/collective_watch.h"
 #include "lib/selective/kept_tensor.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/value_sources.h"
@@ -60,6 +61,10 @@ struct KeptResult {
   bool is_tensor = false, is_list = false;
 };
 
+/// The kept outputs of an operator that writes to its first argument past its schema: a watch for
+/// each storage, since later writes of such operators do not count as changes.
+using KeptWrites = std::vector<std::unique_ptr<CollectiveWatch>>;
+
 struct CallRecord {
   explicit CallRecord(bool lives_in_slab) : is_in_slab(lives_in_slab) {}
   c10::SmallVector<ArgumentRecord, 2> tensors;
@@ -75,6 +80,8 @@ struct CallRecord {
   bool is_written = false;           ///< kept, and then written to by an operator of the region
   const bool is_in_slab;             ///< whose memory is freed when all records are gone
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
+  /// Set if the first kept result is what the operator wrote to its first argument.
+  std::unique_ptr<KeptWrites> writes{};
 
   bool is_changed() const;
 };
@@ -116,7 +123,7 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
     for (const at::Tensor& each : value.toTensorVector()) visitor(each);
   } else if (value.isList()) {
     for (const c10::IValue& each : value.toListRef())
-      if (each.isTensor()) visitor(each.toTensor());
+      visit_tensors_in(each, visitor);  // lists of lists, too
   }
 }
 

@@ -36,7 +36,9 @@ void KeptRecord::add_kept(const KeptIndex& call, const CallRecord& record) {
   for (uint32_t i = 0; i < record.kept.size(); ++i)
     for (uint32_t j = 0; j < record.kept[i].tensors.size(); ++j)
       if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage()) {
-        sources.notes_of(storage)->kept = static_cast<uint32_t>(kept_results_.size());
+        ValueSources::Notes* const notes = sources.notes_of(storage);
+        if (notes == nullptr) continue;  // a collective's output from outside
+        notes->kept = static_cast<uint32_t>(kept_results_.size());
         kept_results_.push_back({call.op, call.call, i, j});
       }
 }
@@ -97,8 +99,10 @@ bool KeptRecord::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10
   // must run again.
   bool stays = !op.hasTag(at::Tag::inplace_view);
   c10::SmallVector<KeptIndex, 1> written;
+  const bool writes_first = traits_of(op).writes_first;
   for (std::size_t i = 0; i < declared.size(); ++i) {
-    if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;
+    const auto* const alias = declared[i].alias_info();
+    if (!(writes_first && i == 0) && (alias == nullptr || !alias->isWrite())) continue;
     visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
       const c10::StorageImpl* const storage = storage_of(tensor);
       const KeptIndex* const place = kept_result(storage);
@@ -180,9 +184,13 @@ void KeptRecord::end_forward(std::vector<KeptTensor::Unfinished>& unfinished, Fr
       if (call->is_kept) {
         call->results.clear();
         for (KeptResult& result : call->kept)
-          for (KeptTensor& kept : result.tensors)
+          for (KeptTensor& kept : result.tensors) {
+            // A Function marks a collective's output as changed after the operator. The region
+            // has seen every operator that wrote to it.
+            if (call->writes != nullptr) kept.accept_version();
             if (auto each = kept.end_forward(); each.piece != nullptr)
               unfinished.push_back(std::move(each));
+          }
       } else {
         const bool is_let_go = call->is_let_go;
         freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));

@@ -62,6 +62,10 @@ class KeptTensor {
   /// counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
+  /// Takes changes so far for none.
+  void accept_version() {
+    if (counter_.enabled()) version_ = counter_.current_version();
+  }
   /// Returns the bytes that it keeps.
   int64_t num_bytes() const { return num_bytes_; }
   /// Returns the device of the original.

@@ -45,6 +45,41 @@ constexpr std::array<std::string_view, 25> passive_names{"aten::detach",
                                                          "aten::_nested_tensor_strides",
                                                          "aten::_nested_tensor_storage_offsets"};
 
+// The collectives of c10d write to their first argument, which their schemas do not declare; `send`
+// and the barriers write to none. The functional ones have complete schemas.
+constexpr std::array<std::string_view, 4> collective_libraries{
+    "c10d::", "_c10d_functional::", "c10d_functional::", "_dtensor::shard_dim_alltoall"};
+constexpr std::array<std::string_view, 4> local_names{
+    "c10d::check_for_nan", "_c10d_functional::wait_tensor", "c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd"};
+
+// Operators of forward that torch.use_deterministic_algorithms warns of or replaces on an
+// accelerator, and those that choose among equal elements.
+constexpr std::array<std::string_view, 23> nondeterministic_names{
+    "aten::index_add",    "aten::index_copy",   "aten::index_put",      "aten::index_reduce",
+    "aten::put",          "aten::scatter_add",  "aten::scatter_reduce", "aten::histc",
+    "aten::bincount",     "aten::cumsum",       "aten::_ctc_loss",      "aten::nll_loss2d_forward",
+    "aten::max_unpool2d", "aten::max_unpool3d", "aten::_embedding_bag", "aten::topk",
+    "aten::sort",         "aten::argsort",      "aten::kthvalue",       "aten::median",
+    "aten::mode",         "aten::argmax",       "aten::argmin"};
+
+template <class Names>
+bool is_one_of(const Names& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+uint8_t kinds_of(const c10::OperatorHandle& op, bool draws) {
+  const std::string& name = op.operator_name().name;
+  const bool is_collective =
+      !is_one_of(local_names, name) &&
+      std::any_of(collective_libraries.begin(), collective_libraries.end(),
+                  [&](std::string_view library) { return name.rfind(library, 0) == 0; });
+  return static_cast<uint8_t>(
+      (is_collective ? OpKind::Collective : 0) | (draws ? OpKind::Random : 0) |
+      (is_one_of(nondeterministic_names, name) ? OpKind::Nondeterministic : 0) |
+      (name == "aten::_to_copy" || name == "aten::_local_scalar_dense" ? OpKind::HostCopy : 0));
+}
+
 OpTraits find_traits(const c10::OperatorHandle& op) {
   OpTraits traits;
   const c10::OperatorName& name = op.operator_name();
@@ -78,8 +113,12 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   for (const std::string_view norm :
        {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
     if (name.name == norm) traits.is_batch_norm = true;
+  const bool draws = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded);
+  traits.kinds = kinds_of(op, draws);
+  traits.writes_first = name.name.rfind("c10d::", 0) == 0 && name.name.back() == '_' &&
+                        name.name != "c10d::monitored_barrier_";
   const bool is_ours = name.name.rfind("aten::", 0) == 0 || name.name.rfind("prim", 0) == 0;
-  traits.is_random = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded) || !is_ours;
+  traits.is_random = draws || !is_ours;
   return traits;
 }
 
@@ -90,6 +129,15 @@ bool OpTraits::has_side_effect(c10::ArrayRef<c10::IValue> arguments) const {
   constexpr std::size_t running_mean = 3, training = 5;
   return arguments.size() > training && arguments[running_mean].isTensor() &&
          arguments[running_mean].toTensor().defined() && arguments[training].toBool();
+}
+
+bool copies_to_host(c10::ArrayRef<c10::IValue> arguments) {
+  if (!arguments[0].isTensor() || !arguments[0].toTensor().defined() ||
+      arguments[0].toTensor().is_cpu())
+    return false;
+  constexpr std::size_t device = 3;  // of _to_copy; _local_scalar_dense has no such argument
+  return arguments.size() <= device ||
+         (arguments[device].isDevice() && arguments[device].toDevice().is_cpu());
 }
 
 bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {

@@ -13,6 +13,14 @@ namespace remat {
 /// operator that is registered later may have the same one. Facts stored by handle are therefore
 /// deleted when an operator is removed. Data that outlive a region use names, which an operator has
 /// again when its library is loaded again.
+/// Kinds of operators that ready policies keep; bits of a mask.
+enum OpKind : uint8_t {
+  Collective = 1,        ///< communicates between processes
+  Random = 2,            ///< draws random numbers
+  Nondeterministic = 4,  ///< may give another result for the same arguments
+  HostCopy = 8           ///< copies to the host, for some arguments: `copies_to_host`
+};
+
 struct OpTraits {
   std::string name;           ///< "aten::mm.default"
   uint32_t name_number = 0;   ///< one number for all operators that ever have the name
@@ -26,12 +34,17 @@ struct OpTraits {
 
   bool is_cast = false;            ///< `_to_copy`, as autocast casts
   c10::DispatchKeySet keys_met{};  ///< seam::keys_met()
+  uint8_t kinds = 0;               ///< a mask of OpKind
+  bool writes_first = false;       ///< writes to its first argument past its schema (c10d)
   bool is_batch_norm = false;      ///< may write statistics, which its schema does not declare
 
   bool can_be_kept() const { return !is_view && !is_mutable && !is_blank; }
   /// Returns whether this call must run in each recompute because of a side effect.
   bool has_side_effect(c10::ArrayRef<c10::IValue> arguments) const;
 };
+
+/// Returns whether this call of a HostCopy copies from a device to the host.
+bool copies_to_host(c10::ArrayRef<c10::IValue> arguments);
 
 /// Returns whether the operator makes this result, instead of returning an argument that it wrote
 /// to.

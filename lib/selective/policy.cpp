@@ -88,13 +88,14 @@ PolicyRule::PolicyRule(std::unique_ptr<const PolicyTable> table, SelectiveOption
 PolicyRule::~PolicyRule() = default;
 
 PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_names,
-                       SelectiveOptions options)
+                       SelectiveOptions options, uint8_t kinds)
     : ops_(std::move(ops)),
       other_ops_(other_ops),
       names_(std::move(names)),
       other_names_(other_names),
       options_(checked(options)),
-      looks_at_names_(!names_.empty()) {
+      looks_at_names_(!names_.empty()),
+      kinds_(kinds) {
   for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
 }
 
@@ -107,17 +108,29 @@ bool PolicyRule::may_offload() const {
          is_offloading(other_names_) || offloads(ops_) || offloads(names_);
 }
 
-std::optional<Answer> PolicyRule::answer_to_all(uint32_t name_number) const {
-  if (fn_) return std::nullopt;
-  if (table_) return table_->answer_to_all(name_number);
+Answer PolicyRule::listed(uint32_t name_number) const {
   const auto found = ops_.find(name_number);
   return found == ops_.end() ? other_ops_ : found->second;
+}
+
+std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
+  if (fn_) return std::nullopt;
+  const OpTraits& traits = traits_of(op);
+  if (table_) return table_->answer_to_all(traits.name_number);
+  const unsigned kinds = kinds_ & traits.kinds;
+  if ((kinds & ~unsigned{OpKind::HostCopy}) != 0) return Answer::MustSave;
+  if (kinds != 0) return std::nullopt;
+  return listed(traits.name_number);
 }
 
 Answer PolicyRule::answer(const PolicyContext& question) const {
   if (fn_) return fn_(question);
   if (table_) return table_->answer(question);
-  if (question.name.empty()) return *answer_to_all(question.op);
+  if (question.name.empty()) {
+    if (const auto to_all = answer_to_all(question.op)) return *to_all;
+    return copies_to_host(question.args) ? Answer::MustSave
+                                         : listed(traits_of(question.op).name_number);
+  }
   const auto found = names_.find(question.name);
   return found == names_.end() ? other_names_ : found->second;
 }
@@ -174,7 +187,7 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
   Answers ops;
   for (const PolicyRule* each : {a.get(), b.get()})
     for (const auto& [number, unused] : each->ops_)
-      ops[number] = stronger(*a->answer_to_all(number), *b->answer_to_all(number));
+      ops[number] = stronger(a->listed(number), b->listed(number));
   Names names;
   const auto answer_of = [](const PolicyRule& rule, const std::string& name) {
     const auto found = rule.names_.find(name);
@@ -193,7 +206,7 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
     }
   return std::make_shared<PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
                                       std::move(names), stronger(a->other_names_, b->other_names_),
-                                      options);
+                                      options, static_cast<uint8_t>(a->kinds_ | b->kinds_));
 }
 
 Policy::Policy(PolicyFn fn, SelectiveOptions options)
@@ -228,6 +241,54 @@ Policy save_matmuls(SelectiveOptions options) {
     return policy_with(options);
   static const Policy policy = policy_with({});
   return policy;
+}
+
+namespace {
+
+Policy by_kinds(unsigned kinds, SelectiveOptions options) {
+  return PolicyRule::policy(std::make_shared<const PolicyRule>(
+      PolicyRule::Answers(), Answer::PreferRecompute, PolicyRule::Names(), Answer::PreferRecompute,
+      options, static_cast<uint8_t>(kinds)));
+}
+
+/// The names of the operators with effects.
+struct Effects {
+  std::mutex mutex;
+  std::set<std::string> names;
+  static Effects& get() {
+    static auto* const all = new Effects;  // leaked: policies may be made in static destructors
+    return *all;
+  }
+};
+
+}  // namespace
+
+Policy save_collectives(SelectiveOptions options) { return by_kinds(OpKind::Collective, options); }
+Policy save_random(SelectiveOptions options) { return by_kinds(OpKind::Random, options); }
+Policy save_nondeterministic(SelectiveOptions options) {
+  return by_kinds(OpKind::Nondeterministic, options);
+}
+Policy save_host_copies(SelectiveOptions options) { return by_kinds(OpKind::HostCopy, options); }
+
+void register_effect(const std::string& op) {
+  TORCH_CHECK_VALUE(!operators_named(op).empty(), "remat::register_effect: there is no operator \"",
+                    op, "\".", similar_names(op), " Hint: load its library before.");
+  Effects& effects = Effects::get();
+  const std::lock_guard<std::mutex> lock(effects.mutex);
+  effects.names.insert(op);
+}
+
+Policy save_effects(SelectiveOptions options) {
+  Effects& effects = Effects::get();
+  const std::lock_guard<std::mutex> lock(effects.mutex);
+  return by_ops({effects.names.begin(), effects.names.end()}, Answer::MustSave, options,
+                "save_effects");
+}
+
+Policy save_unrepeatable(SelectiveOptions options) {
+  return by_kinds(OpKind::Collective | OpKind::Random | OpKind::Nondeterministic | OpKind::HostCopy,
+                  options) |
+         save_effects(options);
 }
 
 Policy save_names(std::vector<std::string> names, SelectiveOptions options) {

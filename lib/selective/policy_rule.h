@@ -39,7 +39,7 @@ class PolicyRule {
 
   PolicyRule(PolicyFn fn, SelectiveOptions options);
   PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
-             SelectiveOptions options);
+             SelectiveOptions options, uint8_t kinds = 0);
   PolicyRule(std::unique_ptr<const PolicyTable> table, SelectiveOptions options);
   ~PolicyRule();
   static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
@@ -48,9 +48,7 @@ class PolicyRule {
                                                   std::shared_ptr<const PolicyRule> b);
 
   /// Returns the answer to every call of an operator; empty if a function must be asked.
-  std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const {
-    return answer_to_all(traits_of(op).name_number);
-  }
+  std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const;
   /// Returns the answer to a question. Calls user code, if there is a function.
   CheckpointPolicy answer(const PolicyContext& question) const;
 
@@ -66,7 +64,7 @@ class PolicyRule {
   void warn_about_unseen() const;
 
  private:
-  std::optional<CheckpointPolicy> answer_to_all(uint32_t name_number) const;
+  CheckpointPolicy listed(uint32_t name_number) const;
 
   const PolicyFn fn_;
   const std::unique_ptr<const PolicyTable> table_;
@@ -76,6 +74,7 @@ class PolicyRule {
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
   const bool looks_at_names_;
+  const uint8_t kinds_ = 0;  ///< a mask of OpKind: MustSave for these
   /// The two rules of a union with a function; both also see names.
   std::shared_ptr<const PolicyRule> first_, second_;
   mutable std::mutex mutex_;  // guards the members below

@@ -11,6 +11,7 @@
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
 #include "lib/scope/saving_input.h"
+#include "lib/seam/unseen.h"
 #include "lib/seam/variable_hooks.h"
 
 namespace remat {
@@ -150,6 +151,21 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
   }
 }
 
+// The tensors of the recompute get the contents that forward's operator wrote. Its results are the
+// first argument again, or forward's own.
+void Replay::write_again(const CallRecord& record, const c10::IValue& first,
+                         torch::jit::Stack& stack) {
+  std::size_t number = 0;
+  visit_tensors_in(first, [&](const at::Tensor& tensor) {
+    const at::Tensor contents = restore(record.kept.front().tensors[number++]);
+    if (!tensor.defined() || tensor.is_alias_of(contents)) return;
+    const Unseen unseen;  // like the operator, it does not count as a change
+    at::Tensor(tensor).copy_(contents);
+  });
+  for (std::size_t i = 1; i < record.kept.size(); ++i)
+    stack.push_back(record.kept[i].plain.isNone() ? first : record.kept[i].plain);
+}
+
 void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                           Counted counted) {
   const OpTraits& traits = traits_of(op);
@@ -163,6 +179,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
              "the recompute did not repeat forward, or forward wrote past the dispatcher",
              "do not keep a result that is changed in place");
     });
+  if ((traits.kinds & OpKind::Collective) != 0) warn_of_collective(traits.name.c_str());
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -268,6 +285,11 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return;
   }
   taken = torch::jit::pop(stack, arguments.size());
+  if (record->writes != nullptr) {
+    forward = {};
+    lock.unlock();
+    return write_again(*record, taken.front(), stack);
+  }
   if (!forward.owns_lock()) {
     lock.unlock();
     taken.clear();

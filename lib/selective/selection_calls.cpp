@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/scope/packing.h"
+#include "lib/seam/collectives.h"
 #include "lib/seam/engine.h"
 #include "lib/selective/selection.h"
 #include "lib/tensor/content_hash.h"
@@ -22,11 +23,14 @@ const std::string no_name;
 
 /// Records the contents of arguments that no operator made, or that other code may have filled.
 /// Runs operators.
-void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
-  std::size_t number = 0;
+void note_contents(c10::ArrayRef<c10::IValue> arguments, const OpTraits& traits,
+                   CallRecord& record) {
+  std::size_t number = 0, num_outputs = 0;  // buffers that the operator fills
+  if (traits.writes_first)
+    visit_tensors_in(arguments[0], [&num_outputs](const at::Tensor&) { ++num_outputs; });
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
     ArgumentRecord& each = record.tensors[number++];
-    const bool may_be_filled = !each.source || each.source->is_factory;
+    const bool may_be_filled = number > num_outputs && (!each.source || each.source->is_factory);
     if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
         tensor.layout() == c10::kStrided && !tensor.is_nested() &&
         tensor.nbytes() <= max_compared_bytes)
@@ -41,9 +45,15 @@ DevicesMet devices_of(const CallRecord& record, c10::ArrayRef<c10::IValue> resul
   return met;
 }
 
-bool hold_inference(c10::ArrayRef<c10::IValue> results) {
+/// Returns what stands for a collective's Work in a recompute.
+c10::IValue ended(const c10::IValue& work) {
+  return seam::ended_work == nullptr ? work : seam::ended_work();
+}
+
+template <class Values>
+bool hold_inference(const Values& values) {
   bool found = false;
-  visit_tensors_in(results, [&found](const at::Tensor& tensor) {
+  visit_tensors_in(values, [&found](const at::Tensor& tensor) {
     found = found || (tensor.defined() && tensor.is_inference());
   });
   return found;
@@ -132,11 +142,13 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   lock.unlock();
   std::vector<c10::IValue> arguments_then;  // the operator takes its arguments off the stack
   if (call.asks_after) arguments_then = call.arguments.vec();
-  if (call.record != nullptr) note_contents(call.arguments, *call.record);
+  if (call.record != nullptr) note_contents(call.arguments, call.traits, *call.record);
 
   std::optional<DrawMarks> before;
   if (call.record != nullptr && call.traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(call.arguments);
+  const c10::IValue written =
+      call.keeps && call.traits.writes_first ? call.arguments[0] : c10::IValue();
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
   try {
     op.callBoxed(&stack);
@@ -168,8 +180,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   // Inference tensors cannot be saved. A kernel that opens regions must run again, since the
   // regions have slots.
   if (call.record != nullptr &&
-      (call.must_run || opened_regions || returns_argument(*call.record, results) ||
-       hold_inference(results))) {
+      (call.must_run || opened_regions || hold_inference(written) || hold_inference(results) ||
+       (written.isNone() && returns_argument(*call.record, results)))) {
     lock.lock();
     record_.note_results(place, results, given);
     if (!call.keeps) return;
@@ -179,8 +191,18 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (call.keeps) {
     const bool meets_none = is_outermost && hooks_ == detail::HooksAround::Regions;
     try {
-      keep(*call.record, results, call.answer, region,
-           meets_none ? detail::HooksAround::None : hooks_);
+      const detail::HooksAround hooks = meets_none ? detail::HooksAround::None : hooks_;
+      // Asynchronous communication may not have filled its output yet: nothing may read it now.
+      const bool is_collective = (call.traits.kinds & OpKind::Collective) != 0;
+      if (written.isNone())
+        keep(*call.record, results, is_collective ? CheckpointPolicy::MustSave : call.answer,
+             region,
+             is_collective && hooks == detail::HooksAround::All ? detail::HooksAround::Regions
+                                                                : hooks);
+      else
+        keep_written(*call.record, written, results, region, meets_none);
+      for (KeptResult& each : call.record->kept)
+        if (is_collective && each.plain.isObject()) each.plain = ended(each.plain);
     } catch (...) {
       lock.lock();
       record_.note_let_go(place);
@@ -199,7 +221,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 void Selection::decide(Call& call, Freed& freed) {
   const OpTraits& traits = call.traits;
   call.keeps = is_keeping(call.answer) && traits.can_be_kept();
-  call.applies = traits.is_mutable && record_.num_kept > 0 &&
+  call.applies = (traits.is_mutable || traits.writes_first) && record_.num_kept > 0 &&
                  record_.writes_to_kept(call.op, call.arguments, freed);
   call.may_get_name = record_.looks_at_names() && traits.can_be_kept() && !call.is_packing;
   const bool may_be_kept_after = call.asks_after && traits.can_be_kept();
@@ -244,6 +266,25 @@ void Selection::Call::note_decision(Selection& selection) const {
                               : must_run          ? "changes what is not its result"
                                                   : nullptr;
   selection.decisions_.push_back({place, answer, against});
+}
+
+void Selection::keep_written(CallRecord& record, const c10::IValue& written,
+                             c10::ArrayRef<c10::IValue> results, const detail::RegionScope& region,
+                             bool meets_none) {
+  record.kept.clear();
+  record.writes = std::make_unique<KeptWrites>();
+  KeptResult& contents = record.kept.emplace_back();
+  contents.is_list = true;
+  visit_tensors_in(written, [&](const at::Tensor& tensor) {
+    contents.tensors.emplace_back(
+        tensor, region, meets_none ? detail::HooksAround::None : detail::HooksAround::Regions,
+        KeptPlace{});
+    record.writes->push_back(std::make_unique<CollectiveWatch>(storage_of(tensor)));
+  });
+  // A result that is no Work is the first argument.
+  for (const c10::IValue& result : results)
+    record.kept.emplace_back().plain = result.isObject() ? result : c10::IValue();
+  record.is_kept = true;
 }
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,

@@ -141,7 +141,15 @@ Policy policy_of(const std::string& function, const py::tuple& given, const py::
   if (function == "_either") return given[0].cast<Policy>() | given[1].cast<Policy>();
   const SelectiveOptions all = selective_in(options);
   if (function == "Policy") return Policy(asks(given[0]), all);
-  if (function == "save_matmuls") return save_matmuls(all);
+  static const std::map<std::string, Policy (*)(SelectiveOptions)> ready{
+      {"save_matmuls", save_matmuls},
+      {"save_collectives", save_collectives},
+      {"save_random", save_random},
+      {"save_nondeterministic", save_nondeterministic},
+      {"save_host_copies", save_host_copies},
+      {"save_effects", save_effects},
+      {"save_unrepeatable", save_unrepeatable}};
+  if (const auto found = ready.find(function); found != ready.end()) return found->second(all);
   if (function == "parse") return Policy::parse(given[0].cast<std::string>(), all);
   if (function == "policy_table") return policy_table(lines_of(given[0]), all);
   using Names = std::vector<std::string>;
@@ -223,6 +231,7 @@ void add_policy(py::module_& module) {
                }
                return checkpoint_name(tensor, name.cast<std::string>());
              }));
+  module.def("_register_effect", wrapped([](const std::string& op) { register_effect(op); }));
   module.def("pin", wrapped([](const py::object& x) { return pin(named_tensor(x, "pin")); }));
 }
 

@@ -21,8 +21,9 @@ from . import _build
 from ._errors import BudgetExceeded, CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (
-    CheckpointPolicy, Policy, offload_names, offload_ops, policy_table, save_all_but_names,
-    save_matmuls, save_names, save_ops,
+    CheckpointPolicy, Policy, offload_names, offload_ops, policy_table, register_effect,
+    save_all_but_names, save_collectives, save_effects, save_host_copies, save_matmuls, save_names,
+    save_nondeterministic, save_ops, save_random, save_unrepeatable,
 )
 from ._paths import register_tree
 from ._compiled import register_when_imported
@@ -84,10 +85,12 @@ __all__ = [
     "is_checkpointing", "is_checkpointing_disabled", "is_installed", "is_recomputing", "measure",
     "memory_limit", "mixed_plan", "observe_recomputes", "offload_names", "offload_ops", "pin",
     "plain_class", "policy_table", "preserve_generator", "recompute_cache", "record_allocations",
-    "regions_of", "register_tree", "remove", "reset_unused_regions", "revolve_plan", "run",
-    "save_all_but_names", "save_as", "save_elsewhere", "save_in_tiers", "save_matmuls",
-    "save_names", "save_on_cpu", "save_on_disk", "save_ops", "save_region", "saved_tensors",
-    "served", "set_checkpoint_level", "set_checkpointing", "set_default_options", "simulate",
-    "solve", "state_provider", "torch_sequential_plan", "uninstall", "unseen", "unused_regions",
+    "regions_of", "register_effect", "register_tree", "remove", "reset_unused_regions",
+    "revolve_plan", "run", "save_all_but_names", "save_as", "save_collectives", "save_effects",
+    "save_elsewhere", "save_host_copies", "save_in_tiers", "save_matmuls", "save_names",
+    "save_nondeterministic", "save_on_cpu", "save_on_disk", "save_ops", "save_random",
+    "save_region", "save_unrepeatable", "saved_tensors", "served", "set_checkpoint_level",
+    "set_checkpointing", "set_default_options", "simulate", "solve", "state_provider",
+    "torch_sequential_plan", "uninstall", "unseen", "unused_regions",
 ]
 # fmt: on

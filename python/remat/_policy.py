@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -101,6 +102,13 @@ _DEFAULTS: dict[str, Any] = {
     each.name: each.default for each in inspect.signature(Policy.__init__).parameters.values()
     if each.default is not each.empty
 }
+add_kind(
+    "Operator",
+    Kind(
+        lambda value: isinstance(value, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)),
+        "the name of an operator, or one of torch.ops",
+    ),
+)
 add_kind("Policy", of_class(Policy, "a remat.Policy"))
 
 
@@ -209,6 +217,99 @@ def save_matmuls(
     `allow_cache_entry_mutation`: it runs again then.
     """
     return _of(save_matmuls, locals())
+
+
+# ---- operators that must not run twice
+
+@checked
+def save_collectives(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps the results of communication: of the functional operators, and of those of `c10d`.
+
+    Operators of `c10d` write to their first argument; a recompute copies the kept contents into its
+    own buffer. A later write to such an output is an error in the recompute, by a collective as
+    well. Options as of `save_ops`.
+    Memory: the outputs, in place.
+    """
+    return _of(save_collectives, locals())
+
+
+@checked
+def save_random(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps the results of operators that draw random numbers.
+
+    Without it recomputes draw the same numbers again.
+    """
+    return _of(save_random, locals())
+
+
+@checked
+def save_nondeterministic(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps the results of operators that may give another result for the same arguments.
+
+    These are sums in any order on an accelerator (`scatter_add`), and choices among equal elements
+    (`topk`, `sort`).
+    """
+    return _of(save_nondeterministic, locals())
+
+
+@checked
+def save_host_copies(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps copies from a device to the host, `item()` among them, for which the program waits."""
+    return _of(save_host_copies, locals())
+
+
+@checked
+def register_effect(operator: Operator) -> None:
+    """Registers an operator with a side effect for policies of `save_effects` that are made later.
+
+    Raises as `save_ops`.
+    """
+    _remat._register_effect(name_of(operator))
+
+
+def _take_torchs_effects() -> None:
+    """Operators that torch.library knows to have effects count, too."""
+    registered = getattr(getattr(torch, "_library", None), "simple_registry", None)
+    for name, entry in getattr(getattr(registered, "singleton", None), "_data", {}).items():
+        has_effect = getattr(getattr(entry, "effect", None), "effect", None) is not None
+        if has_effect and not name.startswith("higher_order::"):  # those never reach a policy
+            with contextlib.suppress(ValueError):  # it is gone
+                _remat._register_effect(name)
+
+
+@checked
+def save_effects(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps the results of operators with effects: they run once, with or without results.
+
+    These are the operators of `register_effect`, and those that torch.library knows.
+    """
+    _take_torchs_effects()
+    return _of(save_effects, locals())
+
+
+@checked
+def save_unrepeatable(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """The union of these policies: for expert and pipeline parallel training."""
+    _take_torchs_effects()
+    return _of(save_unrepeatable, locals())
 
 
 @checked
