@@ -357,6 +357,18 @@ TEST_CASE("prepare_ahead in nested regions recomputes each region once", "[prepa
   CHECK(bytes_prepared() == 0);
 }
 
+TEST_CASE("prepare_ahead recomputes no region that waits for its inputs once more", "[prepare]") {
+  const Tensor x = leaf({8});
+  const remat::CheckpointOptions ahead{.strict_unpack = true, .prepare_ahead = 2};
+  const auto inner = [](const Tensor& t) { return t.exp(); };
+  const auto middle = [&](const Tensor& t) { return checkpoint(ahead, inner, t).sqrt(); };
+  const auto outer = [&](const Tensor& t) { return checkpoint(ahead, middle, t); };
+  const Tensor y = checkpoint(ahead, outer, x);
+  Counted done;
+  require_bit_equal(grad_of(y, {x}), grad_of(x.exp().sqrt(), {x}));
+  CHECK(done.now().recomputes == 3);
+}
+
 TEST_CASE("a cache without room does not drop regions ahead before they are read", "[prepare]") {
   const Tensor x = leaf({8});
   Chain chain;

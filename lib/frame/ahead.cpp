@@ -70,6 +70,9 @@ void link(const c10::intrusive_ptr<Frame>& frame,
 void look_ahead(const Frame& frame, const Task& task) {
   const RegionExtras* const extras = frame.region().extras.get();
   if (extras == nullptr || extras->ahead == nullptr || is_looking_ahead()) return;
+  // Only the backward itself looks ahead: a recompute that is reading its inputs is not done, and
+  // regions inside it would recompute it once more.
+  if (is_preparing_recompute()) return;
   const SetWhile looking(is_looking_ahead(), true);
   auto next = frame_in(extras->ahead->before);
   for (int64_t left = extras->ahead->num_regions; left > 0 && next;) {
