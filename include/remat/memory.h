@@ -76,7 +76,8 @@ class REMAT_API MemoryMeter {
 
 /// While alive, an allocation that would take `live_bytes()` above `bytes` throws
 /// `c10::OutOfMemoryError` and changes no count. This shows on any machine how a program runs on a
-/// small one.
+/// small one. The error lists the live bytes by region, of regions that began under a guard or a
+/// Recorder; such regions pay for their record as under a Recorder.
 ///
 /// Applies to the whole process and all threads. All live guards of a device apply, so the smallest
 /// limit decides; they may end in any order, on any thread. A limit below the bytes alive already

@@ -13,6 +13,7 @@
 #include "remat/module.h"
 #include "remat/move.h"
 #include "remat/options.h"
+#include "remat/origin.h"
 #include "remat/paths.h"
 #include "remat/place.h"
 #include "remat/plan.h"

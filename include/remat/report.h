@@ -224,6 +224,9 @@ struct SavedTensorInfo {
   int64_t bytes = 0;            ///< [bytes] of its storage, or of the tensor that was dropped
   bool shares_storage = false;  ///< with an earlier entry: do not add these bytes
   bool dropped = false;         ///< dropped: a recompute will make it
+  std::string module{};  ///< path of the module that saved it, under an OriginGuard (origin.h)
+  std::string op{};      ///< its operator: "aten::mm"; noted on request
+  std::string place{};   ///< its line: "model.py:42", or that of the module's scope
 };
 
 /// Returns the tensors that the graph below `root` saved, in the order in which backward would read

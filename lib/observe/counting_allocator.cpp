@@ -17,6 +17,7 @@
 #include "lib/observe/counted_memory.h"
 #include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
+#include "lib/observe/report_text.h"
 
 #if defined(__GNUC__) || defined(__clang__)
 #define REMAT_NO_SANITIZE __attribute__((no_sanitize("address", "thread")))
@@ -132,12 +133,14 @@ CountingAllocator& counting_allocator() {
 }
 
 [[noreturn]] void throw_out_of_memory(int64_t bytes, int64_t live, int64_t limit) {
+  const FailedAllocation failed = KeptBytes::all().failed(c10::kCPU, bytes, live);
   TORCH_CHECK_WITH(
       OutOfMemoryError, false,
       "remat::MemoryLimitGuard: out of memory: an allocation did not fit under the "
       "limit.\n  asked for: ",
-      readable(bytes), "\n  live:      ", readable(live), "\n  limit:     ", readable(limit),
-      "\nHint: checkpoint more of the model (remat::checkpoint), use a smaller batch, or "
+      readable(bytes), "\n  live:      ", readable(live), "\n  limit:     ", readable(limit), "\n",
+      failed.held.empty() ? "" : text_of(failed) + "\n",
+      "Hint: checkpoint more of the model (remat::checkpoint), use a smaller batch, or "
       "raise the limit.");
 }
 

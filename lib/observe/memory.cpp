@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "lib/base/error.h"
+#include "lib/observe/kept_bytes.h"
 #include "lib/observe/memory_source.h"
 #include "lib/seam/device_allocator.h"
 
@@ -127,12 +128,14 @@ MemoryLimitGuard::MemoryLimitGuard(int64_t bytes, c10::Device device)
     shared_.limits.erase(own);
     throw;
   }
+  recording::num_alive.fetch_add(1);  // an error lists the bytes of regions, recorder or not
 }
 
 MemoryLimitGuard::~MemoryLimitGuard() {
   const std::lock_guard lock(shared_.mutex);
   shared_.limits.erase(shared_.limits.find(bytes_));
   shared_.apply_limit();
+  if (recording::num_alive.fetch_sub(1) == 1) KeptBytes::all().forget_parameters();
 }
 
 int64_t free_bytes(c10::Device device) {

@@ -187,6 +187,21 @@ Slice slice_of(const DeviceBar& bar) {
       name_shown(*bar.name));
 }
 
+std::string text_of(const FailedAllocation& f) {
+  std::string note =
+      fmt::format("An allocation{} did not fit on {} beside {} alive: parameters of regions {}",
+                  f.asked_bytes < 0 ? "" : " of " + readable_bytes(f.asked_bytes), f.device.str(),
+                  readable_bytes(f.live_bytes), readable_bytes(f.parameters_bytes));
+  int64_t rest = f.live_bytes - f.parameters_bytes;
+  for (const FailedAllocation::Held& h : f.held) {
+    note += fmt::format("; {} ({} of them): inputs {}, saved {}, recomputed {}",
+                        name_shown(h.region), h.regions, readable_bytes(h.inputs_bytes),
+                        readable_bytes(h.saved_bytes), readable_bytes(h.recomputed_bytes));
+    rest -= h.inputs_bytes + h.saved_bytes + h.recomputed_bytes;
+  }
+  return note + fmt::format("; other {}.", readable_bytes(std::max<int64_t>(rest, 0)));
+}
+
 std::vector<std::string> notes_of(const Report& report) {
   std::vector<std::string> notes;
   if (!report.evictions.empty()) {
@@ -228,20 +243,7 @@ std::vector<std::string> notes_of(const Report& report) {
           d.copies_in_s * 1e3, d.waited_s * 1e3);
     notes.push_back(note + ".");
   }
-  for (const FailedAllocation& f : report.failed_allocations) {
-    std::string note =
-        fmt::format("An allocation{} did not fit on {} beside {} alive: parameters of regions {}",
-                    f.asked_bytes < 0 ? "" : " of " + readable_bytes(f.asked_bytes), f.device.str(),
-                    readable_bytes(f.live_bytes), readable_bytes(f.parameters_bytes));
-    int64_t rest = f.live_bytes - f.parameters_bytes;
-    for (const FailedAllocation::Held& h : f.held) {
-      note += fmt::format("; {} ({} of them): inputs {}, saved {}, recomputed {}",
-                          name_shown(h.region), h.regions, readable_bytes(h.inputs_bytes),
-                          readable_bytes(h.saved_bytes), readable_bytes(h.recomputed_bytes));
-      rest -= h.inputs_bytes + h.saved_bytes + h.recomputed_bytes;
-    }
-    notes.push_back(note + fmt::format("; other {}.", readable_bytes(std::max<int64_t>(rest, 0))));
-  }
+  for (const FailedAllocation& each : report.failed_allocations) notes.push_back(text_of(each));
   return notes;
 }
 

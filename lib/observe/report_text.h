@@ -46,6 +46,8 @@ struct ReportTable {
 /// and of operators under budgets.
 std::vector<ReportTable> tables_of(const Report& report);
 
+/// Returns a sentence about an allocation that did not fit: the live bytes by region.
+std::string text_of(const FailedAllocation& failed);
 /// Returns lines beside the table: decisions of policies, devices, and live bytes when allocations
 /// failed.
 std::vector<std::string> notes_of(const Report& report);

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "hooks/pack/inspection.h"
+#include "lib/observe/origins.h"
 #include "lib/seam/engine.h"
 #include "lib/seam/saved_of_node.h"
 #include "remat/report.h"
@@ -18,6 +19,7 @@ std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
   for (const seam::NodePtr& node : seam::nodes_below(root)) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
     const std::string name = node->name();
+    const std::size_t first = infos.size();
     Inspection inspection;
     const seam::SavedOfNode saved = seam::saved_of(node);
     for (const at::Tensor& tensor : saved.tensors) {
@@ -39,6 +41,14 @@ std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
                        .bytes = held.bytes,
                        .shares_storage = is_shared,
                        .dropped = held.dropped});
+    }
+    if (infos.size() > first) {
+      const NodeOrigin origin = origin_of(node->thread_id(), node->sequence_nr());
+      for (std::size_t i = first; i < infos.size(); ++i) {
+        infos[i].module = origin.module;
+        infos[i].op = origin.op;
+        infos[i].place = origin.place;
+      }
     }
     if (!saved.is_known) infos.push_back({.node = name + " (saves what it does not tell)"});
   }

@@ -10,6 +10,7 @@
 #include "fields.h"
 #include "python.h"
 #include "remat/memory.h"
+#include "remat/origin.h"
 #include "remat/region_handle.h"
 #include "remat/report.h"
 
@@ -31,7 +32,7 @@ py::list saved_tensors_below(const at::Tensor& root) {
     const py::object dtype =
         each.dtype == at::ScalarType::Undefined ? py::object(py::none()) : py::cast(each.dtype);
     all.append(py::make_tuple(each.node, each.region, size_of(each.sizes), dtype, each.bytes,
-                              each.shares_storage, each.dropped));
+                              each.shares_storage, each.dropped, each.module, each.op, each.place));
   }
   return all;
 }
@@ -67,6 +68,29 @@ void add_region_handle(py::module_& module) {
            "Drops what `prepare` computed, if it belongs to no backward, group or cache yet.");
   module.def("_regions_of", wrapped(regions_behind));
 }
+
+/// The OriginGuard of a `track_origins`, with the scopes of the modules that run. One thread.
+class Origins {
+ public:
+  explicit Origins(const py::object& place)
+      : guard_({.operators = !place.is_none(), .place = place_in(place)}) {}
+  void enter(const std::string& path) {
+    scopes_.push_back(std::make_unique<ModuleScope>(path, SourceLocation{}));
+  }
+  void leave() {
+    if (!scopes_.empty()) scopes_.pop_back();
+  }
+
+ private:
+  static std::function<std::string()> place_in(const py::object& place) {
+    if (place.is_none()) return {};
+    return [kept = shared(place)] {
+      return call_locked([&] { return std::string(py::str(call_python(kept.get()))); });
+    };
+  }
+  OriginGuard guard_;
+  std::vector<std::unique_ptr<ModuleScope>> scopes_;
+};
 
 void add_decision_report(py::module_& module) {
   using R = DecisionReport;
@@ -287,6 +311,10 @@ void add_observe(py::module_& module) {
   add_sums(module);
   add_recorder(module);
   add_meter(module);
+  py::class_<Origins>(module, "_Origins")
+      .def(py::init<const py::object&>())
+      .def("enter", &Origins::enter)
+      .def("leave", &Origins::leave);
   module.def("_saved_tensors", wrapped(saved_tensors_below));
   module.def("_free_bytes",
              wrapped([](const py::object& device) { return free_bytes(device_in(device)); }));

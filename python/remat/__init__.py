@@ -47,7 +47,10 @@ from ._offload import (
     save_on_cpu,
     save_on_disk,
 )
-from ._observe import Recorder, SavedTensor, free_bytes, regions_of, saved_tensors
+from ._observe import (
+    ModuleBytes, Recorder, SavedTensor, bytes_by_module, free_bytes, regions_of, saved_tensors,
+    track_origins,
+)
 from ._costs import ChainCost, MoveCost, MoveOptions, StageCost
 from ._plan import (
     Frontier, FrontierPoint, InfeasibleBudget, Simulation, balanced_plan, checkpoint_sequential,
@@ -73,15 +76,15 @@ __all__ = [
     "CheckpointPolicy", "Checkpointed", "Checkpointing", "ChosenModule", "CustomFunction",
     "DecisionReport", "DeviceReport", "ErrorKind", "EvictionReport", "FailedAllocation",
     "FileReport", "Fitted", "Frontier", "FrontierPoint", "GeneratorTracker", "Guard", "HeldBytes",
-    "InfeasibleBudget", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleChoice", "MoveCost",
-    "MoveCounts", "MoveOptions", "MoveReport", "Moves", "PhaseInfo", "Place", "Plan", "PlanRegion",
-    "Policy", "PolicyContext", "Recorder", "RefusedModule", "RegionHandle", "RegionReport",
-    "Report", "SavedTensor", "Served", "Simulation", "StageCost", "StateProvider", "TierCounts",
-    "Tiers", "UnusedRegion", "ValueComparison", "apply", "balanced_plan", "budget", "checkpoint",
-    "checkpoint_level", "checkpoint_name", "checkpoint_sequential", "checkpointed", "counters",
-    "current_phase", "custom_function", "debug", "default_options", "disable_checkpoint",
-    "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget", "free_bytes",
-    "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
+    "InfeasibleBudget", "MemoryLimit", "MemoryMeter", "Mismatch", "ModuleBytes", "ModuleChoice",
+    "MoveCost", "MoveCounts", "MoveOptions", "MoveReport", "Moves", "PhaseInfo", "Place", "Plan",
+    "PlanRegion", "Policy", "PolicyContext", "Recorder", "RefusedModule", "RegionHandle",
+    "RegionReport", "Report", "SavedTensor", "Served", "Simulation", "StageCost", "StateProvider",
+    "TierCounts", "Tiers", "UnusedRegion", "ValueComparison", "apply", "balanced_plan", "budget",
+    "bytes_by_module", "checkpoint", "checkpoint_level", "checkpoint_name", "checkpoint_sequential",
+    "checkpointed", "counters", "current_phase", "custom_function", "debug", "default_options",
+    "disable_checkpoint", "disable_saved_tensors_hooks", "early_stop", "fit", "free_budget",
+    "free_bytes", "graph_exec_group", "halving_plan", "install", "installed", "is_checkpointed",
     "is_checkpointing", "is_checkpointing_disabled", "is_installed", "is_recomputing", "measure",
     "memory_limit", "mixed_plan", "observe_recomputes", "offload_names", "offload_ops", "pin",
     "plain_class", "policy_table", "preserve_generator", "recompute_cache", "record_allocations",
@@ -91,6 +94,6 @@ __all__ = [
     "save_nondeterministic", "save_on_cpu", "save_on_disk", "save_ops", "save_random",
     "save_region", "save_unrepeatable", "saved_tensors", "served", "set_checkpoint_level",
     "set_checkpointing", "set_default_options", "simulate", "solve", "state_provider",
-    "torch_sequential_plan", "uninstall", "unseen", "unused_regions",
+    "torch_sequential_plan", "track_origins", "uninstall", "unseen", "unused_regions",
 ]
 # fmt: on

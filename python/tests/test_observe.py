@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tempfile
 import unittest
@@ -163,6 +165,73 @@ class Observe(Case):
         self.assertTrue(plain[1].shares_storage)  # cos saves its argument, exp its result
         dropped = remat.saved_tensors(remat.checkpoint(function, x, name="block"))
         self.assertTrue(all(each.dropped and each.region == "block" for each in dropped))
+
+    def test_origins_of_saved_tensors(self) -> None:
+        class Block(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.linear(x).sin()
+
+        model = torch.nn.Sequential(Block(), Block())
+        for applies in (False, True):
+            if applies:
+                remat.apply(model, types=Block)
+            x = torch.ones(4, 8, requires_grad=True)
+            with remat.track_origins(model, lines=True):
+                y = model(x)
+                y.sum().backward(retain_graph=True)  # recomputes change no note
+                y = model(x).exp()
+                found = remat.saved_tensors(y)
+                without = remat.saved_tensors(y)
+            self.assertEqual(found, without)
+            by_module: dict[str, list[remat.SavedTensor]] = {}
+            for each in found:
+                by_module.setdefault(each.module, []).append(each)
+            self.assertEqual(set(by_module), {"", "0", "0.linear", "1", "1.linear"})
+            for path in ("0", "1"):
+                (sine,) = by_module[path]
+                self.assertEqual((sine.node, sine.op), ("SinBackward0", "aten::sin"))
+                self.assertRegex(sine.place, r"^test_observe\.py:\d+$")
+                self.assertEqual(sine.dropped, applies)
+                self.assertEqual({each.op for each in by_module[f"{path}.linear"]}, {"aten::addmm"})
+            self.assertEqual([each.op for each in by_module[""]], ["aten::exp"])
+            self.assertTrue(all(not each.module for each in remat.saved_tensors(y)))
+
+    def test_bytes_by_module(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.ones(16, 4)
+        model(x).sum().backward()
+        optimizer.step()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            with remat.track_origins(model, lines=True):
+                loss = model(x).sum()
+                for each in remat.saved_tensors(loss):
+                    print(each.module, each.op, each.place, each.bytes, each.dropped)
+                sums = remat.bytes_by_module(remat.saved_tensors(loss), model, optimizer)
+        self.assertRegex(printed.getvalue(), r"1 aten::tanh test_observe\.py:\d+ 512 False\n")
+        self.assertEqual(sums, sorted(sums, key=lambda each: -sum(each[1:])))
+        by_path = {each.module: each for each in sums}
+        weights = (4 * 8 + 8) * 4
+        self.assertEqual(by_path["0"].parameters_bytes, weights)
+        self.assertEqual(by_path["0"].gradients_bytes, weights)
+        # Two moments, and the numbers of steps.
+        self.assertEqual(by_path["0"].optimizer_bytes, 2 * weights + 2 * 4)
+        # The product's input, which is the result of the tanh, and the transposed weight.
+        self.assertEqual(by_path["2"].saved_bytes, 16 * 8 * 4 + 8 * 2 * 4)
+        self.assertEqual(sum(each.dropped_bytes for each in sums), 0)
+
+    def test_a_failed_allocation_lists_regions(self) -> None:
+        meter = remat.MemoryMeter()
+        x = torch.ones(1000, requires_grad=True)
+        with remat.memory_limit(meter.live_bytes + 1_000_000):
+            y = remat.checkpoint(function, x * 2, name="block 7")
+            with self.assertRaisesRegex(torch.OutOfMemoryError, r"block 7 \(1 of them\): inputs"):
+                torch.empty(1_000_000)
+        y.sum().backward()
 
     def test_meter(self) -> None:
         meter = remat.MemoryMeter()

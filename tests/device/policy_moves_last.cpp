@@ -194,3 +194,31 @@ TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
   // Two for each gradient, and those that are made again.
   CHECK(stand_in::num_kernels("aten::mm") - products_before == (keep_last == 0 ? 6 : 4));
 }
+
+TEST_CASE("copies to the host, and numbers read from the device, are kept under save_host_copies",
+          "[device][policy]") {
+  const Tensor x = far_leaf(at::randn({product_side, product_side}));
+  const auto f = [](const Tensor& t) {
+    const double scale = t.detach().abs().sum().item<double>();
+    const Tensor near = t.detach().to(at::kCPU);
+    const Tensor back = (near * scale).to(t.device());  // a copy to the device: runs again
+    return (t.sin() * back).exp().cos();
+  };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  for (const Policy& policy : {remat::save_host_copies(), remat::save_unrepeatable()}) {
+    const Recorder recorder({.device_time = false});
+    const Tensor y = checkpoint({.policy = policy}, f, x);
+    require_same(grad_of(y, {x})[0], plain);
+    const remat::Report report = recorder.report();
+    std::vector<std::string> kept;
+    int64_t num_copies = 0;
+    for (const auto& each : report.regions.at(0).decisions) {
+      if (each.outcome == "kept") kept.push_back(each.op);
+      if (each.op == "aten::_to_copy.default") num_copies += each.calls;
+    }
+    std::sort(kept.begin(), kept.end());
+    CHECK(kept ==
+          std::vector<std::string>{"aten::_local_scalar_dense.default", "aten::_to_copy.default"});
+    CHECK(num_copies == 2);
+  }
+}
