@@ -30,6 +30,21 @@ void skip(Frame& frame, const DrawSkips& draws) {
   DeviceRng::set(draws.others);
 }
 
+/// Gives the tensors of the recompute the contents that forward's operator wrote. Its results are
+/// the first argument again, or forward's own.
+void write_again(const CallRecord& record, const c10::IValue& first, torch::jit::Stack& stack,
+                 c10::function_ref<at::Tensor(const KeptTensor&)> restore) {
+  std::size_t number = 0;
+  visit_tensors_in(first, [&](const at::Tensor& tensor) {
+    const at::Tensor contents = restore(record.kept.front().tensors[number++]);
+    if (!tensor.defined() || tensor.is_alias_of(contents)) return;
+    const Unseen unseen;  // like the operator, it does not count as a change
+    at::Tensor(tensor).copy_(contents);
+  });
+  for (std::size_t i = 1; i < record.kept.size(); ++i)
+    stack.push_back(record.kept[i].plain.isNone() ? first : record.kept[i].plain);
+}
+
 }  // namespace
 
 Replay::Replay(Frame& frame, const KeptRecord& record, Filler& filler,
@@ -149,21 +164,6 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
     else
       stack.push_back(kept.plain);
   }
-}
-
-// The tensors of the recompute get the contents that forward's operator wrote. Its results are the
-// first argument again, or forward's own.
-void Replay::write_again(const CallRecord& record, const c10::IValue& first,
-                         torch::jit::Stack& stack) {
-  std::size_t number = 0;
-  visit_tensors_in(first, [&](const at::Tensor& tensor) {
-    const at::Tensor contents = restore(record.kept.front().tensors[number++]);
-    if (!tensor.defined() || tensor.is_alias_of(contents)) return;
-    const Unseen unseen;  // like the operator, it does not count as a change
-    at::Tensor(tensor).copy_(contents);
-  });
-  for (std::size_t i = 1; i < record.kept.size(); ++i)
-    stack.push_back(record.kept[i].plain.isNone() ? first : record.kept[i].plain);
 }
 
 void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -288,7 +288,8 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (record->writes != nullptr) {
     forward = {};
     lock.unlock();
-    return write_again(*record, taken.front(), stack);
+    return write_again(*record, taken.front(), stack,
+                       [this](const KeptTensor& each) { return restore(each); });
   }
   if (!forward.owns_lock()) {
     lock.unlock();

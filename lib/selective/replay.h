@@ -82,7 +82,6 @@ class Replay final : public KeptReplay, public OperatorHandler {
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
   /// Takes its locks itself, since it may wait for values that other threads are loading.
-  void write_again(const CallRecord& record, const c10::IValue& first, torch::jit::Stack& stack);
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
   [[noreturn]] void mismatch(const c10::OperatorHandle& op, Counted counted,
                              c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,

@@ -78,9 +78,6 @@ class Selection final : public Keeper, public OperatorHandler {
  private:
   struct Call;
   void decide(Call& call, Freed& freed);
-  void keep_written(CallRecord& record, const c10::IValue& written,
-                    c10::ArrayRef<c10::IValue> results, const detail::RegionScope& region,
-                    bool meets_none);
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
             const detail::RegionScope& region, detail::HooksAround hooks);
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer,

@@ -91,6 +91,26 @@ bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results
   return returns;
 }
 
+/// Keeps the contents that an operator wrote to its first argument.
+void keep_written(CallRecord& record, const c10::IValue& written,
+                  c10::ArrayRef<c10::IValue> results, const detail::RegionScope& region,
+                  bool meets_none) {
+  record.kept.clear();
+  record.writes = std::make_unique<KeptWrites>();
+  KeptResult& contents = record.kept.emplace_back();
+  contents.is_list = true;
+  visit_tensors_in(written, [&](const at::Tensor& tensor) {
+    contents.tensors.emplace_back(
+        tensor, region, meets_none ? detail::HooksAround::None : detail::HooksAround::Regions,
+        KeptPlace{});
+    record.writes->push_back(std::make_unique<CollectiveWatch>(storage_of(tensor)));
+  });
+  // A result that is no Work is the first argument.
+  for (const c10::IValue& result : results)
+    record.kept.emplace_back().plain = result.isObject() ? result : c10::IValue();
+  record.is_kept = true;
+}
+
 }  // namespace
 
 /// One call, from the policy's answer to its kept results.
@@ -266,25 +286,6 @@ void Selection::Call::note_decision(Selection& selection) const {
                               : must_run          ? "changes what is not its result"
                                                   : nullptr;
   selection.decisions_.push_back({place, answer, against});
-}
-
-void Selection::keep_written(CallRecord& record, const c10::IValue& written,
-                             c10::ArrayRef<c10::IValue> results, const detail::RegionScope& region,
-                             bool meets_none) {
-  record.kept.clear();
-  record.writes = std::make_unique<KeptWrites>();
-  KeptResult& contents = record.kept.emplace_back();
-  contents.is_list = true;
-  visit_tensors_in(written, [&](const at::Tensor& tensor) {
-    contents.tensors.emplace_back(
-        tensor, region, meets_none ? detail::HooksAround::None : detail::HooksAround::Regions,
-        KeptPlace{});
-    record.writes->push_back(std::make_unique<CollectiveWatch>(storage_of(tensor)));
-  });
-  // A result that is no Work is the first argument.
-  for (const c10::IValue& result : results)
-    record.kept.emplace_back().plain = result.isObject() ? result : c10::IValue();
-  record.is_kept = true;
 }
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
