@@ -373,7 +373,8 @@ TEST_CASE("README: one call for a budget", "[fit][readme]") {
   // clang-format off
   const remat::Fitted model = remat::fit(stages, sample, budget);
   std::cout << model.table();        // what was chosen, and beside what
-  const at::Tensor sum = model(input);  // as planned; an input of another shape is measured and planned for anew
+  // As planned; an input of another shape is measured and planned for anew.
+  const at::Tensor sum = model(input);
   sum.backward();
   // clang-format on
   CHECK(bit_equal(sum, chain.plain(input)));

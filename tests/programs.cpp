@@ -330,7 +330,8 @@ class FineTuned {
     module.register_attribute("training", c10::BoolType::get(), true);
     module.define(R"(
 def forward(self, x):
-  h = torch.batch_norm(x.matmul(self.wide), self.scale, self.shift, self.mean, self.var, self.training, 0.1, 1e-5, True)
+  h = torch.batch_norm(x.matmul(self.wide), self.scale, self.shift, self.mean, self.var,
+                       self.training, 0.1, 1e-5, True)
   h = torch.dropout(torch.sigmoid(h) * h, 0.1, self.training)
   return x + h.matmul(self.narrow)
 )");

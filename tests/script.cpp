@@ -25,7 +25,8 @@ jit::Module made() {
   module.register_attribute("training", c10::BoolType::get(), true);
   module.define(R"(
 def forward(self, x):
-  h = torch.batch_norm(torch.addmm(self.b, x, self.w), self.b, self.b, self.mean, self.var, self.training, 0.1, 1e-5, True)
+  h = torch.batch_norm(torch.addmm(self.b, x, self.w), self.b, self.b, self.mean, self.var,
+                       self.training, 0.1, 1e-5, True)
   h = torch.dropout(torch.tanh(h), 0.2, self.training)
   return h * torch.sigmoid(h.matmul(self.w)) * x
 def other(self, x):

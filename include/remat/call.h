@@ -48,7 +48,8 @@ concept RunsInCallersRegion =
 // its own.
 template <class F, class... A>
 concept Invokes =
-    (!requires { typename F::ContainedType; } || requires { &F::operator(); }) && std::invocable<F&, A...>;
+    (!requires { typename F::ContainedType; } || requires { &F::operator(); }) &&  // no such holder
+    std::invocable<F&, A...>;
 
 template <class F, class... A>
 concept CallsForward = HasForward<F&, A...> && !Invokes<F, A...>;

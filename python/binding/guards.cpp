@@ -309,6 +309,10 @@ OpenGuard open_observer(const py::dict& given) {
       RecomputeObserver{.begin = tells(given["begin"]), .end = tells(given["end"])});
 }
 
+OpenGuard open_state_provider(const py::dict& given) {
+  return open<StateProviderGuard>(object_providers().of(given["provider"]));
+}
+
 /// By the names of the functions of remat/_guards.py, whose arguments are given.
 const std::map<std::string, Opener>& openers() {
   using Cpu = SaveOnCpuOptions;
@@ -339,9 +343,7 @@ const std::map<std::string, Opener>& openers() {
       {"graph_exec_group", opens<GraphExecGroup>()},
       {"recompute_cache", opens_with<RecomputeCacheGuard, RecomputeCacheOptions>(
                               {REMAT_MEMBER(RecomputeCacheOptions, max_bytes)})},
-      {"state_provider",
-       [](const py::dict&
-              given) { return open<StateProviderGuard>(object_providers().of(given["provider"])); }},
+      {"state_provider", open_state_provider},
       {"preserve_generator",
        [](const py::dict&
               given) { return open<GeneratorGuard>(generator_in(given["generator"])); }},

@@ -47,20 +47,20 @@ py::list regions_behind(const at::Tensor& root) {
 void add_region_handle(py::module_& module) {
   py::class_<RegionHandle, std::shared_ptr<RegionHandle>>(
       module, "RegionHandle",
-      "Refers to one region weakly: it keeps neither the graph nor the region's tensors alive. Made by\n"
-      "`regions_of`, or by the program for `checkpoint(..., handle=handle)`. Threads: any.")
+      "Refers to one region weakly: it keeps neither the graph nor the region's tensors alive.\n"
+      "Made by `regions_of`, or by the program for `checkpoint(..., handle=handle)`. Threads: any.")
       .def(py::init<>())
       .def_property_readonly("name", &RegionHandle::name,
                              "The region's name; '' if its graph is gone.")
-      .def(
-          "prepare", wrapped([](const RegionHandle& self) {
-            const Unlocked unlocked;
-            return self.prepare();
-          }),
-          "Recomputes the region now, on this thread; on an accelerator on a stream of remat's own, unless the\n"
-          "region has buffers or state providers. The tensors belong to the next backward that reads them, or to\n"
-          "the group or cache around this call. A region inside others prepares those first. Does nothing if\n"
-          "recomputed tensors are there already. Returns False if the graph is gone. Raises what a recompute does.")
+      .def("prepare", wrapped([](const RegionHandle& self) {
+             const Unlocked unlocked;
+             return self.prepare();
+           }),
+           "Recomputes the region now, on this thread; on an accelerator on a stream of remat's\n"
+           "own, unless the region has buffers or state providers. The tensors belong to the next\n"
+           "backward that reads them, or to the group or cache around this call. A region inside\n"
+           "others prepares those first. Does nothing if recomputed tensors are there already.\n"
+           "Returns False if the graph is gone. Raises what a recompute does.")
       .def("release", wrapped([](const RegionHandle& self) {
              const Unlocked unlocked;
              self.release();

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """An attention with a gradient rule of its own, beside the generic recompute: bytes and times.
 
-The forward is torch's fused kernel, which never holds the probabilities and returns the log-sum-exp of the scores. Backward
-rebuilds the probabilities from it. A region around the plain attention recomputes scores and softmax instead."""
+The forward is torch's fused kernel, which never holds the probabilities and returns the log-sum-exp
+of the scores. Backward rebuilds the probabilities from it. A region around the plain attention
+recomputes scores and softmax instead."""
 
 import math
 import statistics

@@ -2,8 +2,8 @@
 remat installed, in the processes, too, that it starts by multiprocessing.
 `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
 
-`python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main thread
-of each such process inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
+`python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main
+thread of each such process inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
 
 `python -m remat --report ...` writes at its end what became of the calls of torch.utils.checkpoint:
 one line, as `remat.served()`.

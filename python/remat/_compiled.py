@@ -15,11 +15,11 @@ from ._region import checkpoint
 
 # Options that choose what is kept, or where it waits. Traced regions have them with these values
 # only.
-_PLAIN = {"policy": None, "fingerprint": None, "offload_inputs": False, "input_mode": "shared", "level": None,
-          "value_comparison": None, "handle": None}  # fmt: skip
+_PLAIN = {"policy": None, "fingerprint": None, "offload_inputs": False, "input_mode": "shared",
+          "level": None, "value_comparison": None, "handle": None}  # fmt: skip
 # Options that a traced region does not need.
-_CHECKS = ("name", "determinism_check", "capture_check", "offload_prefetch_depth", "buffers", "modules",
-           "strict_unpack", "debug", "prepare_ahead", "transforms")  # fmt: skip
+_CHECKS = ("name", "determinism_check", "capture_check", "offload_prefetch_depth", "buffers",
+           "modules", "strict_unpack", "debug", "prepare_ahead", "transforms")  # fmt: skip
 
 
 def _traced(function: Any, /, *args: Any, **kwargs: Any) -> Any:

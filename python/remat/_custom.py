@@ -20,7 +20,9 @@ class _Autocast:
     """The state of autocast, of each kind of device that a rule may run on."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
-        kinds = dict.fromkeys(["cpu", *(each.device.type for each in inputs if isinstance(each, torch.Tensor))])
+        kinds = dict.fromkeys(
+            ["cpu", *(each.device.type for each in inputs if isinstance(each, torch.Tensor))]
+        )
         self.states = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
@@ -57,17 +59,22 @@ def _check_again(small: tuple[Any, ...], again: tuple[Any, ...], inputs: tuple[A
         if len(small) != len(again) or not all(map(_is_same_again, small, again)):
             raise _unsupported(
                 "forward gave other small tensors when it ran again",
-                "a backward with create_graph runs it again, and it drew random numbers or read something that has changed",
+                "a backward with create_graph runs it again, and it drew random numbers or read "
+                "something that has changed",
                 "draw the numbers outside, and pass them as an input",
             )
     if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return
     for each in again:
-        if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()) and not each.requires_grad:
+        if (
+            isinstance(each, torch.Tensor)
+            and (each.is_floating_point() or each.is_complex())
+            and not each.requires_grad
+        ):
             raise _unsupported(
                 "forward gave a small tensor without a gradient",
-                "a backward with create_graph differentiates its operators, and one of them has no derivative or ran "
-                "under no_grad",
+                "a backward with create_graph differentiates its operators, and one of them has no "
+                "derivative or ran under no_grad",
                 "use differentiable operators while grad mode is on",
             )
 
@@ -89,7 +96,9 @@ class _Rule(torch.autograd.Function):
         small = tuple(small)
         ctx.rule, ctx.autocast = rule, _Autocast(inputs)
         ctx.inputs, ctx.small = _Saved(inputs), _Saved(small)
-        ctx.save_for_backward(*(each for each in (*inputs, *small) if isinstance(each, torch.Tensor)))
+        ctx.save_for_backward(
+            *(each for each in (*inputs, *small) if isinstance(each, torch.Tensor))
+        )
         return outputs
 
     @staticmethod
@@ -109,8 +118,8 @@ class _Rule(torch.autograd.Function):
             found = (found,) if found is None or isinstance(found, torch.Tensor) else tuple(found)
         if len(found) != len(inputs):
             raise ValueError(
-                f"remat.custom_function: backward returned {len(found)} gradients for {len(inputs)} inputs. Hint: return "
-                "one for each input, None where there is none."
+                f"remat.custom_function: backward returned {len(found)} gradients for "
+                f"{len(inputs)} inputs. Hint: return one for each input, None where there is none."
             )
         return None, *found
 
@@ -124,9 +133,15 @@ class CustomFunction:
 
     def __call__(self, *inputs: Any) -> Any:
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        is_dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+        is_dual = forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(each).tangent is not None for each in tensors
+        )
         is_transformed = is_dual or torch._C._are_functorch_transforms_active()
-        if is_transformed or not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
+        if (
+            is_transformed
+            or not torch.is_grad_enabled()
+            or not any(each.requires_grad for each in tensors)
+        ):
             return self.forward(*inputs)[0]
         return _Rule.apply(self, *inputs)
 
@@ -139,20 +154,23 @@ def custom_function(
 ) -> CustomFunction:
     """A function that rebuilds in backward the tensors that it needs, by a rule of its own.
 
-    `forward(*inputs)` returns (outputs, small); `rematerialize(small, inputs)` rebuilds from these what backward needs; and
-    `backward(saved, gradients)` is the usual formula over it, which returns a gradient for each input. An attention keeps
-    the log-sum-exp of its scores in this way instead of its probabilities.
+    `forward(*inputs)` returns (outputs, small); `rematerialize(small, inputs)` rebuilds from these
+    what backward needs; and `backward(saved, gradients)` is the usual formula over it, which
+    returns a gradient for each input. An attention keeps the log-sum-exp of its scores in this way
+    instead of its probabilities.
 
-    The three run with grad mode off, except in a backward with `create_graph`: that runs all three with grad mode on,
-    `forward` included, and autograd differentiates their operators. So `forward` may use a kernel without a derivative only
-    while grad mode is off. `rematerialize` must not draw random numbers; it sees forward's autocast state, as `forward` does.
+    The three run with grad mode off, except in a backward with `create_graph`: that runs all three
+    with grad mode on, `forward` included, and autograd differentiates their operators. So `forward`
+    may use a kernel without a derivative only while grad mode is off. `rematerialize` must not draw
+    random numbers; it sees forward's autocast state, as `forward` does.
 
-    Memory: the graph keeps the inputs and the small tensors, as autograd saves tensors: in a region they are computed again,
-    and hooks may move them.
-    With grad mode off, without an input that requires grad, inside torch.func's transforms and with forward-mode tangents
-    only `forward` runs, in the grad mode around.
-    Raises, in backward: ValueError for another number of gradients than inputs; with `create_graph` CheckpointError
-    (UNSUPPORTED) if `forward`, run again, gives other small tensors (it drew random numbers), or one without a gradient.
+    Memory: the graph keeps the inputs and the small tensors, as autograd saves tensors: in a region
+    they are computed again, and hooks may move them.
+    With grad mode off, without an input that requires grad, inside torch.func's transforms and with
+    forward-mode tangents only `forward` runs, in the grad mode around.
+    Raises, in backward: ValueError for another number of gradients than inputs; with `create_graph`
+    CheckpointError (UNSUPPORTED) if `forward`, run again, gives other small tensors (it drew random
+    numbers), or one without a gradient.
     Threads: any; the three run on the thread of the backward that asks.
     """
     return CustomFunction(forward, rematerialize, backward)

@@ -58,7 +58,10 @@ if _IS_NEWER:
         settings = preserve_rng_state, context_fn, determinism_check, debug, early_stop
         if respect_saved_tensors_hooks and context_fn is not _noop:
             _with_hooks[0] += is_installed()
-            return _replaced(fn, args, kwargs, respect_saved_tensors_hooks=True, **dict(zip(_SETTINGS, settings)))
+            return _replaced(
+                fn, args, kwargs, respect_saved_tensors_hooks=True,
+                **dict(zip(_SETTINGS, settings)),
+            )
         return _remat._region(fn, *settings, *args, **kwargs)
 
 elif "early_stop" in inspect.signature(_replaced).parameters:
@@ -281,7 +284,8 @@ def _report() -> None:
 def install(
     *, native_policy_functions: bool = True, budget: Optional[Budgeted] = None, report: bool = False
 ) -> None:
-    """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
+    """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the
+    whole process.
 
     That holds for whoever imported it before or imports it later: transformers, Lightning,
     torchtune, the wrappers of FSDP, the composable `checkpoint`, `checkpoint_sequential`.

@@ -17,7 +17,10 @@ import torch.nn as nn
 from ._arguments import Kind, add_kind, checked
 from ._choice import ModuleChoice, Types, class_name
 from ._extension import _remat
-from ._region_class import Region, _rebuilt as _rebuilt, is_on, reason_against, region_of, regions_below, switch_off, switch_on
+from ._region_class import (
+    Region, _rebuilt as _rebuilt, is_on, reason_against, region_of, regions_below, switch_off,
+    switch_on,
+)  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
 

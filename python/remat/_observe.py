@@ -180,8 +180,9 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
 
 @checked
 def regions_of(root: torch.Tensor) -> list[RegionHandle]:
-    """The regions in the graph behind `root`, in the order in which backward reads them. Computes nothing. A region is
-    missing if only nodes that do not say what they saved belong to it. Threads: any."""
+    """The regions in the graph behind `root`, in the order in which backward reads them. Computes
+    nothing. A region is missing if only nodes that do not say what they saved belong to it.
+    Threads: any."""
     return list(_remat._regions_of(root))
 
 

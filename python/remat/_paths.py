@@ -10,8 +10,8 @@ from ._extension import _remat
 
 @checked
 def register_tree(root: nn.Module) -> None:
-    """Registers a tree of modules, so that policies know the paths of its modules and parameters, as
-    `named_modules()` has them: "layers.0.attention".
+    """Registers a tree of modules, so that policies know the paths of its modules and parameters,
+    as `named_modules()` has them: "layers.0.attention".
 
     Without it, a policy that first asks about a module registers the tree of the outermost module
     that runs then. Call this where the program calls the parts of its model and not the model

@@ -46,8 +46,9 @@ class Policy(_remat._Policy):
     def __init__(
         self,
         function: Callable[[PolicyContext], Any],
-        *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False,
-        ask_after: bool = False, min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
+        *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
+        ask_again: bool = False, ask_after: bool = False,
+        min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
         prefetch_depth: int = _PREFETCH_DEPTH,
         max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
     ) -> None:
@@ -133,8 +134,9 @@ def _of(make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> Polic
 
 Answer = Union[str, bool, CheckpointPolicy]
 add_kind(
-    "Mapping[str, Answer]", Kind(lambda value: isinstance(value, Mapping), "a dict from patterns to answers")
-)  # fmt: skip
+    "Mapping[str, Answer]",
+    Kind(lambda value: isinstance(value, Mapping), "a dict from patterns to answers"),
+)
 _ANSWERS: dict[str, CheckpointPolicy] = {
     "save": CheckpointPolicy.PREFER_SAVE,
     "recompute": CheckpointPolicy.PREFER_RECOMPUTE,
@@ -174,11 +176,11 @@ def policy_table(
         })
 
     A pattern is `PATHS: OPERATORS`, one of the two, or `*` for everything. PATHS are patterns for
-    the path of the module that runs, as in `ModuleChoice`. OPERATORS are names as in `save_ops` with
-    `|` between, or `name=PATTERNS` for values and calls of `save_region` with such a name. Answers:
-    "save", "offload", "recompute" (the PREFER_ ones), the names of CheckpointPolicy in small letters,
-    a CheckpointPolicy, or a bool. Wherever a policy is taken, such a dict or its text
-    (`Policy.parse`) will do.
+    the path of the module that runs, as in `ModuleChoice`. OPERATORS are names as in `save_ops`
+    with `|` between, or `name=PATTERNS` for values and calls of `save_region` with such a name.
+    Answers: "save", "offload", "recompute" (the PREFER_ ones), the names of CheckpointPolicy in
+    small letters, a CheckpointPolicy, or a bool. Wherever a policy is taken, such a dict or its
+    text (`Policy.parse`) will do.
 
     Warns once about paths that match no module. Raises ValueError for an empty table, a wrong
     pattern, an unknown operator or answer, and lines after one that matches everything.
@@ -202,7 +204,7 @@ def _of_items(items: tuple[tuple[str, Answer], ...]) -> Policy:
     return policy_table(dict(items))
 
 
-# ---- ready-made: each is one of the library's, by its name -------------------------------------------------
+# ---- ready-made: each is one of the library's, by its name ---------------------------------------
 
 @checked
 def save_matmuls(

@@ -1,5 +1,5 @@
-"""The public part of the extension module, for type checkers. Texts for `help` are in python/binding; what begins
-with an underscore is for this package alone, and has no types."""
+"""The public part of the extension module, for type checkers. Texts for `help` are in
+python/binding; what begins with an underscore is for this package alone, and has no types."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, Union, overload
@@ -13,7 +13,9 @@ _R = TypeVar("_R")
 def __getattr__(name: str) -> Any: ...
 
 class _Policy:
-    def __init__(self, function: str, given: tuple[Any, ...], options: dict[str, Any], /) -> None: ...
+    def __init__(
+        self, function: str, given: tuple[Any, ...], options: dict[str, Any], /
+    ) -> None: ...
 
 def checkpoint(function: Callable[..., Any] = ..., /, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -32,11 +34,13 @@ def checkpoint_name(x: torch.Tensor, name: str, /) -> torch.Tensor:
     """`x`, with a name for policies. Outside of regions nothing but `x`."""
 
 def pin(x: torch.Tensor, /) -> torch.Tensor:
-    """Inside a region: keeps the value of `x`, and recomputes go on with it. For discrete decisions."""
+    """Inside a region: keeps the value of `x`, and recomputes go on with it. For discrete
+    decisions."""
 
 @overload
 def save_region(function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
-    """Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it returns."""
+    """Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it
+    returns."""
 
 @overload
 def save_region(name: str, function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
@@ -191,7 +195,9 @@ class Plan:
     def __init__(
         self,
         stages: int,
-        regions: Iterable[Union[tuple[int, int], tuple[int, int, int], tuple[int, int, int, bool]]] = ...,
+        regions: Iterable[
+            Union[tuple[int, int], tuple[int, int, int], tuple[int, int, int, bool]]
+        ] = ...,
         moved: Iterable[int] = ...,
     ) -> None: ...
     @staticmethod

@@ -33,7 +33,9 @@ class Attention:
         self.forwards = self.rebuilds = 0
         self.function = remat.custom_function(self.forward, self.rematerialize, formula)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
         self.forwards += 1
         sums = scores(q, k).logsumexp(-1, keepdim=True)
         return (scores(q, k) - sums).exp() @ v, (sums,)
@@ -63,7 +65,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensors:
 
 def sine(small: Callable[[torch.Tensor], Any]) -> remat.CustomFunction:
     return remat.custom_function(
-        lambda x: (x.sin(), small(x)), lambda small, inputs: inputs[0].cos(), lambda saved, gradients: saved * gradients[0]
+        lambda x: (x.sin(), small(x)),
+        lambda small, inputs: inputs[0].cos(),
+        lambda saved, gradients: saved * gradients[0],
     )
 
 
@@ -104,7 +108,10 @@ class Rules(Case):
 
         expected = gradient(f(*given), *given)
         self.check_equal(gradient(remat.checkpoint(f, *given), *given), expected)
-        self.check_equal(gradient(remat.checkpoint(lambda *t: remat.checkpoint(f, *t) * 1, *given), *given), expected)
+        self.check_equal(
+            gradient(remat.checkpoint(lambda *t: remat.checkpoint(f, *t) * 1, *given), *given),
+            expected,
+        )
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             y = f(*given)
         self.check_equal(gradient(y, *given), expected)
@@ -139,7 +146,9 @@ class Rules(Case):
             return gradient(gradient(function(x), x, create_graph=True)[0], x)
 
         for small in (lambda t: (torch.rand_like(t) * t,), lambda t: (torch.rand_like(t) > 0.5,)):
-            with self.assertRaisesRegex(remat.CheckpointError, "other small tensors when it ran again") as caught:
+            with self.assertRaisesRegex(
+                remat.CheckpointError, "other small tensors when it ran again"
+            ) as caught:
                 second(sine(small))
             self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
         with self.assertRaisesRegex(remat.CheckpointError, "a small tensor without a gradient"):
@@ -158,11 +167,15 @@ class Rules(Case):
             return gradients[0] * power * t ** (power - 1) * other, None, None
 
         function = remat.custom_function(
-            lambda t, power, other: ((t**power * other, t.exp()), ()), lambda small, given: given, backward
+            lambda t, power, other: ((t**power * other, t.exp()), ()),
+            lambda small, given: given,
+            backward,
         )
         self.check_equal(gradient(function(x, 3, factor)[0], x), (3 * x**2,))
         self.check_equal(received, (torch.ones(4), torch.zeros(4)))
-        wrong = remat.custom_function(lambda t: (t.sin(), ()), lambda small, given: given, lambda saved, g: (g[0], None))
+        wrong = remat.custom_function(
+            lambda t: (t.sin(), ()), lambda small, given: given, lambda saved, g: (g[0], None)
+        )
         with self.assertRaisesRegex(ValueError, "returned 2 gradients for 1 inputs"):
             gradient(wrong(x), x)
 
@@ -198,7 +211,9 @@ class Transforms(Case):
             return (x @ w).sin().sum()
 
         x, v = torch.randn(4, 4), torch.randn(4, 4)
-        with self.assertWarnsRegex(UserWarning, "runs plainly: autograd keeps every tensor") as caught:
+        with self.assertWarnsRegex(
+            UserWarning, "runs plainly: autograd keeps every tensor"
+        ) as caught:
             self.check_equal(torch.func.grad(f)(x), torch.func.grad(plain)(x))
         self.assertEqual(len(caught.warnings), 1)
         self.assertIn('pass transforms="refuse"', str(caught.warning))
@@ -206,7 +221,8 @@ class Transforms(Case):
         self.check_equal(torch.vmap(torch.func.grad(f))(x), torch.vmap(torch.func.grad(plain))(x))
         self.check_equal(torch.func.hessian(f)(x), torch.func.hessian(plain)(x))
         self.check_equal(
-            torch.func.jvp(torch.func.grad(f), (x,), (v,))[1], torch.func.jvp(torch.func.grad(plain), (x,), (v,))[1]
+            torch.func.jvp(torch.func.grad(f), (x,), (v,))[1],
+            torch.func.jvp(torch.func.grad(plain), (x,), (v,))[1],
         )
 
     def test_forward_mode(self) -> None:
@@ -222,8 +238,12 @@ class Transforms(Case):
         self.check_equal(products(lambda t: remat.checkpoint(torch.sin, t)), products(torch.sin))
 
     def test_they_can_be_refused(self) -> None:
-        with self.assertRaisesRegex(remat.CheckpointError, "inside a functorch transform") as caught:
-            torch.func.grad(lambda t: remat.checkpoint(torch.sin, t, transforms="refuse").sum())(torch.ones(3))
+        with self.assertRaisesRegex(
+            remat.CheckpointError, "inside a functorch transform"
+        ) as caught:
+            torch.func.grad(
+                lambda t: remat.checkpoint(torch.sin, t, transforms="refuse").sum()
+            )(torch.ones(3))
         self.assertIn('leave transforms="plain"', str(caught.exception))
         self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
 

@@ -48,7 +48,9 @@ class Handles(Case):
     def test_regions_of(self) -> None:
         x = leaf()
         inner = CountedFunction(wave)
-        y = remat.checkpoint(lambda t: remat.checkpoint(inner, t.sin(), name="inner").tanh(), x, name="outer")
+        y = remat.checkpoint(
+            lambda t: remat.checkpoint(inner, t.sin(), name="inner").tanh(), x, name="outer"
+        )
         y = remat.checkpoint(wave, y, name="last")
         regions = remat.regions_of(y)
         self.assertEqual([each.name for each in regions], ["last", "outer", "inner"])
@@ -106,7 +108,9 @@ class Handles(Case):
         def run(prepares: bool) -> Any:
             torch.manual_seed(3)
             handle = remat.RegionHandle()
-            y = remat.checkpoint(lambda t: torch.dropout(t.sin() * t, 0.5, True).exp(), x, handle=handle)
+            y = remat.checkpoint(
+                lambda t: torch.dropout(t.sin() * t, 0.5, True).exp(), x, handle=handle
+            )
             if prepares:
                 handle.prepare()
             (first,) = gradient(y, x, create_graph=True)

@@ -1,2 +1,3 @@
-// Precompiled for the examples and benchmarks: torch/torch.h takes the compiler longer than one of them.
+// Precompiled for the examples and benchmarks: torch/torch.h takes the compiler longer than one of
+// them.
 #include <torch/torch.h>
