@@ -49,12 +49,18 @@ if [[ ${#chosen[@]} -eq 0 ]]; then
 fi
 configure build
 for name in "${chosen[@]}"; do
-  if [[ $name == python_* ]]; then find_python; targets+=(python-package); else targets+=("bench/$name"); fi
+  if [[ $name == python_* ]]; then
+    find_python
+    targets+=(python-package)
+  else
+    targets+=("bench/$name")
+  fi
 done
 build build "${targets[@]}" >&2
 if [[ ${#chosen[@]} == 1 ]]; then run_bench "${chosen[0]}" "$@"; exit; fi
 
-if [[ " $* " == *" --smoke "* ]]; then folder=build/bench-smoke; fi    # leaves what was measured alone
+# A smoke run leaves what was measured alone.
+if [[ " $* " == *" --smoke "* ]]; then folder=build/bench-smoke; fi
 rm -rf "$folder"
 mkdir -p "$folder"
 python3 bench/page.py --begin "$folder" "$@"

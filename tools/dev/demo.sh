@@ -8,14 +8,17 @@ if [[ $name == python ]]; then
   configure build
   build build python-package
   if ! "$python" -c 'import transformers' 2>/dev/null; then
-    [[ $python == "$PWD/.venv/bin/python" ]] || fail "the demo needs the package transformers: $python -m pip install transformers"
-    pip transformers "No package transformers here, whose GPT2 the demo trains: pip fetches it into .venv (about 50 MB)"
+    [[ $python == "$PWD/.venv/bin/python" ]] ||
+      fail "the demo needs the package transformers: $python -m pip install transformers"
+    pip transformers \
+      "No transformers here, whose GPT2 the demo trains: pip fetches it into .venv (about 50 MB)"
   fi
   say "python/examples/gpt2.py $*"
   PYTHONPATH=$PWD/build/python exec "$python" python/examples/gpt2.py "$@"
 fi
 
-[[ -f examples/$name.cpp ]] || fail "there is no examples/$name.cpp. There are: $(names examples | xargs) python"
+[[ -f examples/$name.cpp ]] ||
+  fail "there is no examples/$name.cpp. There are: $(names examples | xargs) python"
 note_device "$@"
 set_up
 configure build

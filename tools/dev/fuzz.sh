@@ -1,4 +1,5 @@
-# ./dev fuzz: the table, then random programs that no run has tried before; a finding names its seed.
+# ./dev fuzz: the table, then random programs that no run has tried before; a finding names
+# its seed.
 [[ ${1:-} =~ ^[0-9]+$ ]] || fail "fuzz needs a number of seconds."
 result=0
 set_up

@@ -1,4 +1,5 @@
-# ./dev release: writes dist/, from the last commit; --check tries what is there in fresh environments.
+# ./dev release: writes dist/, from the last commit; --check tries what is there in fresh
+# environments.
 set_up
 find_python
 if [[ ${1:-} == --check ]]; then

@@ -1,4 +1,5 @@
-# ./dev test: the tests that a change needs while it is written; with --all every test; with filters those Catch2 cases.
+# ./dev test: the tests that a change needs while it is written; with --all every test; with
+# filters those Catch2 cases.
 targets=(default-tests) options=(--no-suite more)
 export REMAT_TEST_SAMPLE=1    # python/tests/common.py says of what
 if [[ ${1:-} == --all ]]; then
@@ -10,9 +11,11 @@ elif [[ $# -gt 0 ]]; then
 fi
 set_up
 if [[ ${#targets[@]} == 0 ]]; then
-  optional chromium "No Chromium here, in which a test opens the pages that a run writes: about 90 MB. Without it the test is skipped." \
+  optional chromium \
+    "No Chromium here, in which a test opens pages: about 90 MB. Without it the test is skipped." \
     chromium chromium-browser google-chrome google-chrome-stable
-  optional doxygen "No Doxygen here, which makes a site of the documents: about 45 MB with what it needs. Without it a test is skipped." \
+  optional doxygen \
+    "No Doxygen here, which makes the site: about 45 MB. Without it a test is skipped." \
     doxygen
   if have doxygen && [[ ! -f build/.no-site ]]; then
     python3 tools/docs/build.py --set-up || { mkdir -p build && touch build/.no-site; }
