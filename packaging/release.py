@@ -138,7 +138,7 @@ def notes(text, number):
     show releases break lines where the text does."""
     found = re.search(rf"^## {re.escape(number)}.*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     if not found:
-        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` and the changes.")
+        sys.exit(f"CHANGELOG.md has no entry for {number}. Hint: add `## {number}` with changes.")
     return re.sub(r"(?<=\S)\n *(?![\n*#|])", " ", found[1].strip()) + "\n"
 
 

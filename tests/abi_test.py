@@ -71,9 +71,9 @@ def main(arguments):
         for name in names:
             print(sign, name)
     if (gone or new) and number == old_number:
-        print(f"{len(gone)} symbols are gone, {len(new)} are new, and binding_abi is still {number}."
-              f"\nHint: set it to {int(number) + 1} in {HEADER.relative_to(ROOT)}, then type "
-              f"{command}")
+        print(f"{len(gone)} symbols are gone, {len(new)} are new, and binding_abi is still "
+              f"{number}.\nHint: set it to {int(number) + 1} in {HEADER.relative_to(ROOT)}, "
+              f"then type {command}")
     elif gone or new or number != old_number:
         print(f"binding_abi is {number}, and tests/abi.txt is of {old_number}. Hint: {command}")
     return 1 if gone or new or number != old_number else 0

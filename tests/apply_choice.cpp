@@ -149,9 +149,9 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
             "\"evry\". " +
             conditions());
   CHECK_THAT(parsed("layers.*"), contains("Cause: it has no `=`. Hint: "));
-  CHECK_THAT(parsed("name=a,"), contains("\"\" in \"name=a,\" was no condition"));
+  CHECK_THAT(parsed("name=a,"), contains("\"\" in \"name=a,\" was not a condition"));
   CHECK_THAT(parsed("name="), contains("Cause: its value is empty. Hint: "));
-  CHECK_THAT(parsed("name=a,name=b"), contains("Cause: the key name stands there twice. Hint: "));
+  CHECK_THAT(parsed("name=a,name=b"), contains("Cause: the key name appears twice. Hint: "));
   CHECK_THAT(parsed("name=a||b"), contains("Cause: a pattern beside `|` is empty. Hint: "));
   for (const std::string number : {"0", "-1", "two", "2.5", "99999999999999999999"})
     CHECK_THAT(parsed("every=" + number),
@@ -239,7 +239,7 @@ TEST_CASE("what cannot be a region from outside is named, with the reason and wh
     CHECK(replaced.refused[0].reason ==
           "replace_module() registered it in the Sequential, but the Sequential still calls the "
           "former module");
-    CHECK_THAT(replaced.refused[0].cure, contains("replace_module()"));
+    CHECK_THAT(replaced.refused[0].cure, contains("build the Sequential again"));
   }
 }
 
@@ -292,8 +292,8 @@ TEST_CASE("a Checkpointed that is called past its own forward is found, with wha
     REQUIRE(found.size() == 1);
     CHECK(found[0].path == "member");
     CHECK(found[0].cure ==
-          "hold and call it as a remat::Checkpointed<BlockImpl>, instead of a holder, shared "
-          "pointer or reference of BlockImpl");
+          "hold and call it as a remat::Checkpointed<BlockImpl>, instead of through a holder, "
+          "shared pointer or reference of BlockImpl");
   }
   SECTION("what is off, or ran plainly for a reason, is not") {
     net.list[0]->as<Checkpointed<BlockImpl>>()->set_checkpointing(false);

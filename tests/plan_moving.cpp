@@ -53,8 +53,8 @@ TEST_CASE("what a plan moves is read from its text and written as the same text"
   for (const char* const text : {"[ck[mv[1]] 2]", "[mv[mv[1]] 2]"})
     CHECK_THAT(error_of_parse(text), contains("'mv[' was found in another bracket"));
   CHECK_THAT(error_of_parse("[mv[1]"), contains("the end of the text was found"));
-  CHECK_THAT(error_of_parse("[1 mv[2]]"), contains("the last item, from stage 2, moves"));
-  CHECK_THAT(error_of_parse("[mv[ck[1 2]]]"), contains("the last item, from stage 1, moves"));
+  CHECK_THAT(error_of_parse("[1 mv[2]]"), contains("the last item, from stage 2, is moved"));
+  CHECK_THAT(error_of_parse("[mv[ck[1 2]]]"), contains("the last item, from stage 1, is moved"));
   const auto refused = [](std::vector<PlanRegion> regions, std::vector<int64_t> moved) {
     return text_of(error_of<c10::ValueError>(
         [&] { static_cast<void>(Plan(5, std::move(regions), std::move(moved))); }));

@@ -59,7 +59,8 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
   const Divergence first = first_difference(forward, *recompute_log);
   std::string text =
       "You are seeing this error because CheckpointOptions had `debug = true` (or a "
-      "remat::DebugGuard was open). Below are the operators that ran in the forward and in the recompute; "
+      "remat::DebugGuard was open). Below are the operators that ran in the forward and in the "
+      "recompute; "
       "differences in detach and an early end of the recompute are expected.";
   text += forward.keeps_stacks
               ? "\n"

@@ -60,8 +60,8 @@ void warn_of_collective(const char* op) {
   seam::warn(c10::str(
       "remat: a recompute of ", name.empty() ? "a region" : "region \"" + name + "\"", " ran ", op,
       " again. Cause: its function communicates with other processes, and no policy keeps the "
-      "result. Every process must then recompute it in the same order, or they wait for each other. "
-      "Hint: CheckpointOptions::policy = remat::save_collectives()."));
+      "result. Every process must then recompute it in the same order, or they wait for each "
+      "other. Hint: CheckpointOptions::policy = remat::save_collectives()."));
 }
 
 namespace {

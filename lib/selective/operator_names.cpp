@@ -64,7 +64,7 @@ std::string similar_names(const std::string& name) {
     if (similar.size() == 6) break;
   }
   std::sort(similar.begin(), similar.end());
-  return similar.empty() ? "" : fmt::format(" Registered are: {}.", fmt::join(similar, ", "));
+  return similar.empty() ? "" : fmt::format(" Registered operators: {}.", fmt::join(similar, ", "));
 }
 
 }  // namespace

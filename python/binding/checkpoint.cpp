@@ -107,7 +107,8 @@ buffers: "restore": a recompute sees the buffers of the function's modules (runn
 strict_unpack: a second read of a saved tensor in one backward is an error instead of one more
     recompute.
 debug: records the operators of both passes for the error report.
-level: under `checkpoint_level(n)` the call is a region if n >= level, else it runs plainly; 0: never. None: always.
+level: under `checkpoint_level(n)` the call is a region if n >= level, else it runs plainly; 0:
+    never. None: always.
     With a level, a function that is a module in eval mode runs plainly.
 value_comparison: a ValueComparison, which says how determinism_check="values" compares elements.
 handle: a RegionHandle that refers to the region from its end on.

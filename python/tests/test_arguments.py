@@ -44,7 +44,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "save_on_cpu": (), "save_in_tiers": (), "save_on_disk": (tempfile.gettempdir(),),
     "save_elsewhere": (Place(),), "save_as": (torch.bfloat16,),
     "disable_saved_tensors_hooks": ("text",), "Recorder": (), "Recorder.write_html": (WRONG, "x"),
-    "Recorder.write_memory_svg": (WRONG, "x"), "Recorder.write_chrome_trace": (WRONG, "x"), "free_bytes": (),
+    "Recorder.write_memory_svg": (WRONG, "x"), "Recorder.write_chrome_trace": (WRONG, "x"),
+    "free_bytes": (),
     "MemoryMeter": (), "saved_tensors": (x * 1,), "regions_of": (x * 1,),
     "track_origins": (model,), "bytes_by_module": ([],),
     "save_matmuls": (), "save_collectives": (), "save_random": (),
@@ -73,7 +74,8 @@ NOT_CHECKED = {
 # What no other function has: without arguments that have a type, of classes that have no
 # constructor of their own, ...
 OTHERS = {
-    "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
+    "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region",
+    "state_provider",  # these are below
     "counters", "current_phase", "is_checkpointing", "is_checkpointing_disabled", "is_recomputing",
     "default_options", "set_default_options", "disable_checkpoint", "unseen", "graph_exec_group",
     "is_installed", "uninstall", "record_allocations", "MemoryLimit", "RegionHandle",
