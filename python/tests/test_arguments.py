@@ -259,7 +259,7 @@ class Arguments(Case):
         ):
             self.assertRegex(
                 refused(call),
-                r"is the class Linear\. Hint: pass remat\.Checkpointed\(Linear\(\.\.\.\)\)",
+                r"got the class Linear\. Hint: pass remat\.Checkpointed\(Linear\(\.\.\.\)\)",
             )
         self.assertEqual(
             refused(lambda: remat.save_region(3)),  # type: ignore[arg-type]

@@ -621,9 +621,9 @@ class Places(Case):
         for place.loaded, kind, text in (
             (None, TypeError, "`load` of .* returned a value that does not match .*256 elements "
                               "of torch.uint8 on cpu.*: None"),
-            (torch.ones(256), ValueError, r"It was: '\[256\] of torch.float32 on cpu'"),
-            (torch.ones(255).byte(), ValueError, r"It was: '\[255\] of torch.uint8 on cpu'"),
-            (torch.ones(16, 16).byte(), ValueError, r"It was: '\[16, 16\]"),
+            (torch.ones(256), ValueError, r"It returned: '\[256\] of torch.float32 on cpu'"),
+            (torch.ones(255).byte(), ValueError, r"It returned: '\[255\] of torch.uint8 on cpu'"),
+            (torch.ones(16, 16).byte(), ValueError, r"It returned: '\[16, 16\]"),
             (torch.ones(256, device="meta").byte(), ValueError, "on meta"),
         ):
             with self.assertRaisesRegex(kind, "(?s)" + text) as caught:

@@ -278,7 +278,7 @@ class Moving(Case):
                     self.assertEqual(traceback.extract_tb(error.__traceback__)[-1].name, "raises")
                 else:
                     self.fail("nothing was raised")
-        with self.assertRaisesRegex(TypeError, "stage 2 returned"):
+        with self.assertRaisesRegex(TypeError, "stage 2 must return one tensor"):
             self.run_plan("[mv[1] mv[2] 3]", stages=[
                 torch.sin, lambda t: 3, torch.sum])  # type: ignore[list-item,return-value]
         runs: list[int] = []

@@ -159,7 +159,7 @@ class Plans(Case):
         ):
             with self.assertRaisesRegex(KeyError, "stage"):
                 call([torch.sin, broken])  # type: ignore[list-item]
-            with self.assertRaisesRegex(TypeError, "stage 1 returned"):
+            with self.assertRaisesRegex(TypeError, "stage 1 must return one tensor"):
                 call([lambda x: 3, torch.sin])  # type: ignore[list-item,return-value]
         with self.assertRaisesRegex(ValueError, "the plan has 2 stages, but 1"):
             remat.run(plan, [torch.sin], x)

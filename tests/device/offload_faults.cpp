@@ -142,7 +142,7 @@ TEST_CASE(
     CHECK(stand_in::pinned_bytes() - before <= two_chunks);
   }
   CHECK(count_of(warnings.texts, "page-locked memory of the host is short") == 1);
-  CHECK(count_of(warnings.texts, "9000000 bytes could not be had") == 1);
+  CHECK(count_of(warnings.texts, "9000000 bytes could not be allocated") == 1);
 }
 
 #ifndef __SANITIZE_ADDRESS__  // which has reserved more addresses than any limit leaves
