@@ -19,12 +19,15 @@ namespace remat {
 /// on, `forward` included, and autograd differentiates their operators. So `forward` may use a
 /// kernel without a derivative only while grad mode is off.
 struct CustomRule {
-  using Tensors = std::vector<at::Tensor>;
+  using Tensors = std::vector<at::Tensor>;  ///< tensors in the order of the rule
+  /// The results of `forward`.
   struct Result {
-    Tensors outputs;
-    Tensors small;  ///< kept for `rematerialize`
+    Tensors outputs;  ///< results of custom_function()
+    Tensors small;    ///< kept for `rematerialize`
   };
+  /// Computes the outputs and the small tensors.
   std::function<Result(const Tensors& inputs)> forward{};
+  /// Returns the tensors that `backward` reads.
   /// Must not draw random numbers. Runs under forward's autocast state, as `forward` does.
   std::function<Tensors(const Tensors& small, const Tensors& inputs)> rematerialize{};
   /// Returns a gradient for each input, undefined for none. `gradients`: those of the outputs;

@@ -207,8 +207,8 @@ REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions 
 
 /// One line of a table.
 struct PolicyLine {
-  std::string pattern;
-  CheckpointPolicy answer;
+  std::string pattern;      ///< of paths, operators or names: see `policy_table`
+  CheckpointPolicy answer;  ///< for the operators that the pattern matches
 };
 /// Returns a policy of a table: the first line whose pattern matches answers, and without one the
 /// result is recomputed. A pattern is `PATHS: OPERATORS`, one of the two, or `*` for everything.

@@ -86,6 +86,7 @@ class REMAT_API GeneratorTracker final : public StateProvider {
 /// Throws: `c10::ValueError` for an unknown name, or one that is forked already.
 class REMAT_API GeneratorForkGuard {
  public:
+  /// Begins the fork of the tracker's generator of that name, on this thread.
   GeneratorForkGuard(std::shared_ptr<GeneratorTracker> tracker, std::string name);
   ~GeneratorForkGuard();
   GeneratorForkGuard(const GeneratorForkGuard&) = delete;
