@@ -5,6 +5,7 @@
 #include "remat/apply.h"
 #include "remat/budget.h"
 #include "remat/checkpoint.h"
+#include "remat/counters.h"
 #include "remat/custom_function.h"
 #include "remat/error.h"
 #include "remat/fit.h"
