@@ -51,7 +51,7 @@ class Bounds {
   /// Returns the bound that refuses an allocation to `alive` bytes; or null.
   const Bound* refusing(c10::Device device, int64_t alive) const;
 
-  // Without the lock.
+  // The functions below need no lock.
   /// Returns the bounds of accelerators.
   const c10::SmallVector<Bound*, 1>& far() const { return far_; }
   const c10::SmallVector<Bound*, 1>& moving() const { return moving_; }

@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <functional>
@@ -14,6 +13,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "lib/base/pattern.h"
 
 namespace remat {
 
@@ -100,12 +101,6 @@ const std::vector<Option>& all_options() {
   return *all;
 }
 
-std::string_view trimmed(std::string_view text) {
-  const std::size_t begin = text.find_first_not_of(" \t\n");
-  if (begin == text.npos) return {};
-  return text.substr(begin, text.find_last_not_of(" \t\n") - begin + 1);
-}
-
 void read_one(Options& to, std::string_view item) {
   const std::size_t equals = item.find('=');
   TORCH_CHECK_VALUE(equals != item.npos,
@@ -125,15 +120,13 @@ const Defaults* read(std::string_view text, std::string_view from) {
   if (trimmed(text).empty()) return nullptr;
   auto found = std::make_unique<Defaults>();
   found->text = trimmed(text);
-  for (std::string_view rest = found->text; !rest.empty();) {
-    const std::size_t comma = std::min(rest.find(','), rest.size());
+  for (const std::string_view item : split(found->text, ',')) {
     try {
-      read_one(found->options, trimmed(rest.substr(0, comma)));
+      read_one(found->options, item);
     } catch (const c10::ValueError& error) {
       TORCH_CHECK_VALUE(false, "remat::", from, ": ", error.what_without_backtrace(),
                         ".\nHint: write it as in \"early_stop=false, determinism_check=values\".");
     }
-    rest.remove_prefix(std::min(comma + 1, rest.size()));
   }
   return found.release();
 }

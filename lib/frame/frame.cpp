@@ -67,7 +67,7 @@ void Frame::release_resources() {
   }
   std::vector<Contents> queue;
   waiting = &queue;
-  // In place, since moving the parts of every frame takes longer than destroying them.
+  // The parts are destroyed in place: moving those of every frame would take longer.
   keeper_.reset();
   region_.extras.reset();
   region_.body.reset();
