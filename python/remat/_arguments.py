@@ -83,8 +83,8 @@ def of_class(kind: type, words: str) -> Kind:
     return Kind(lambda value: isinstance(value, kind), words)
 
 
-# By the text of the annotation. What stands here is checked, what does not is not:
-# tests/test_arguments.py lists those.
+# The rules by the text of the annotation. Other annotations are not checked:
+# tests/test_arguments.py lists their arguments.
 _KINDS = {
     "bool": Kind(_is_flag, "True or False"),
     "int": Kind(_is_int, "an int"),

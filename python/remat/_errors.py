@@ -95,8 +95,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
     """The `floor_bytes` of the report [bytes]."""
 
 
-# What the library's texts say to C++ programs, in Python's words: phrases first, then what is left
-# of single names.
+# Texts of the library for C++ programs, in Python's words: phrases first, then single names.
 _PHRASES = (
     # Phrases of warnings.
     ("an exception from a RecomputeObserver's end was ignored",
