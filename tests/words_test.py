@@ -6,8 +6,10 @@ Usage: words_test.py [--list NAME]     prints the places of one count
 Each count has a limit, which falls: where a count is below its limit, write the new number here.
 """
 
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +22,7 @@ LIMITS = {
     "lines over 100 columns": 1,
     "doc comments of headers that begin with a fragment": 0,
     "doc comments of the library that begin with a fragment": 0,
+    "comments and docstrings of Python that begin with a fragment": 0,
     "sentences over 35 words": 0,
     "what it, what is": 3,
 }
@@ -31,6 +34,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md",
          *sorted((ROOT / "docs").glob("*.md"))]
 FRAGMENT = re.compile(
     r"^(What|Who|Whose|Whom|Whether|Which|Of|The same|It|So|Null|With|Where|As|To)\b")
+PYTHON_FRAGMENT = re.compile(r"(What|Who|Whose|Whom|Whether|Which|Nobody|Of|By|That|Null)\b")
 FREE_RELATIVE = re.compile(r"\bwhat (it|is)\b", re.I)
 
 
@@ -101,6 +105,21 @@ def fragments(files):
                 yield place(file, number)
 
 
+def python_fragments():
+    """Places of docstrings and blocks of comments of Python that begin with a fragment."""
+    for file in tracked(".py", ".pyi"):
+        if "python" not in file.relative_to(ROOT).parts:
+            continue
+        last = 0  # the line of the comment before
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text("utf-8")).readline):
+            is_line = token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
+            is_docstring = token.type == tokenize.STRING and token.string.startswith('"""')
+            if is_docstring or is_line and last != token.start[0] - 1:
+                if PYTHON_FRAGMENT.match(token.string.lstrip('"# \n')):
+                    yield place(file, token.start[0])
+            last = token.start[0] if is_line else last
+
+
 def sentences(text):
     """The sentences of a text without code and links."""
     text = re.sub(r"`[^`]*`", "x", text)
@@ -142,6 +161,7 @@ COUNTS = {
     "doc comments of headers that begin with a fragment": lambda: fragments(HEADERS),
     "doc comments of the library that begin with a "
     "fragment": lambda: fragments([file for file in SOURCES if file not in HEADERS]),
+    "comments and docstrings of Python that begin with a fragment": python_fragments,
     "sentences over 35 words": long_sentences,
     "what it, what is": free_relatives,
 }

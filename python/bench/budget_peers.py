@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a byte budget costs beside its peers: torch's checkpoints, and the compiler's memory budget.
+"""Costs of a byte budget beside its peers: torch's checkpoints, and the compiler's memory budget.
 
     python/bench/budget_peers.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]
         [--compile] [--blocks N] [--dropout P]

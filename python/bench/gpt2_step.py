@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step of a small GPT2 of transformers costs: plain, and with torch's checkpoints without
+"""The costs of a step of a small GPT2 of transformers: plain, and with torch's checkpoints without
 and with remat.
 
     python/bench/gpt2_step.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]

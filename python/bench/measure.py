@@ -1,4 +1,4 @@
-"""What the benches of the package share: the words of the command line, rounds, the JSON line.
+"""The shared parts of the package's benches: the words of the command line, rounds, the JSON line.
 bench/measure.h does so in C++."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a region costs in Python: remat beside torch.utils.checkpoint, interleaved in one process.
+"""The cost of a region in Python: remat beside torch.utils.checkpoint, interleaved in one process.
 
     python/bench/region_cost.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]
 

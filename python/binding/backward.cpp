@@ -29,7 +29,7 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 
-/// The node of a Python Function: owned by its object, or, before 2.13, known to it.
+/// The node of a Python Function: its object owns it, or, before 2.13, knows it.
 template <class Held>
 auto node_in(Held& held) {
   if constexpr (requires { held.lock(); })
@@ -38,7 +38,8 @@ auto node_in(Held& held) {
     return held;
 }
 
-/// Where the gradient of a tensor goes, or of a `GradientEdge`; nowhere for one that has none.
+/// Returns the edge along which the gradient of a tensor or of a `GradientEdge` flows; an empty
+/// edge if there is none.
 Edge edge_of(PyObject* object) {
   if (const at::Tensor* const tensor = tensor_in(object)) {
     if (const auto& node = tensor->grad_fn())

@@ -55,13 +55,13 @@ void raise(const c10::Error& error) {
 void add_budget(py::module_& module) {
   using R = BudgetReport;
   add_report<R>(
-      module, "BudgetReport", "What a budget has done since its scope began, or since `reset`.",
-      {REMAT_FACT(budget_bytes, "[bytes] as asked for."),
-       REMAT_FACT(peak_bytes, "[bytes], the most that was alive beyond what the scope found."),
+      module, "BudgetReport", "Counts of a budget since its scope began, or since `reset`.",
+      {REMAT_FACT(budget_bytes, "The requested budget [bytes]."),
+       REMAT_FACT(peak_bytes, "[bytes], the most alive beyond the memory at the scope's begin."),
        REMAT_FACT(
            floor_bytes,
-           "[bytes], the most that was alive at one moment and could not be dropped, beyond\n"
-           "what the scope found: no budget below this can hold."),
+           "[bytes], the most alive at one moment that could not be dropped, beyond the memory at\n"
+           "the scope's begin: no budget below this can hold."),
        REMAT_FACT(source_bytes, "[bytes] alive now because recorded calls may need them again."),
        REMAT_FACT(over_bytes, "[bytes] by which the budget was exceeded at the most."),
        REMAT_FACT(over_count, "Number of allocations that found no room."),

@@ -55,8 +55,8 @@ PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
   });
 }
 
-/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the
-/// module.
+/// _run_watched(forward, module, *args, **kwargs): calls it plainly, except that regions around it
+/// know of the module.
 PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   return returned([&] {
     const ModulesWatched watched({arguments[1]});
@@ -74,27 +74,27 @@ constexpr char checkpoint_text[] =
 checkpoint(**options) -> a decorator, `@checkpoint()` without options
 --
 
-Runs `function(*args, **kwargs)` now and returns its result. Nothing that autograd saves inside is
-kept: it is computed again, by running `function` again with the same arguments, when backward first
-asks for it.
+Runs `function(*args, **kwargs)` now and returns its result. Tensors that autograd saves inside are
+not kept: they are computed again, by running `function` again with the same arguments, when
+backward first reads one.
 
 Memory: tensors among the arguments stay until the graph that refers to the region is gone; under an
-enclosing region not even they do. What a container or another object holds stays as it is, with its
-history.
-Arguments: a tensor arrives in a recompute with the same data and without its history; a leaf, and
-what needs no gradient, as the same object.
+enclosing region not even they do. Tensors in a container or another object stay as they are, with
+their history.
+Arguments: a tensor arrives in a recompute with the same data and without its history; a leaf,
+and a tensor that needs no gradient, as the same object.
 
 name: shown in errors, reports and traces.
-policy: what is kept instead of recomputed: `save_ops([...])`, `save_matmuls()`, `a | b`, or a
-    function of a PolicyContext that returns a CheckpointPolicy or a bool.
+policy: the results that are kept instead of recomputed: `save_ops([...])`, `save_matmuls()`,
+    `a | b`, or a function of a PolicyContext that returns a CheckpointPolicy or a bool.
 early_stop: a recompute ends with the last tensor that backward needs.
-determinism_check: how recomputed tensors are compared with those of forward: "none" (their number),
-    "metadata" (shape, dtype, device), "layout" (strides too), "values" (bitwise).
+determinism_check: the comparison of recomputed tensors with those of forward: "none" (their
+    number), "metadata" (shape, dtype, device), "layout" (strides too), "values" (bitwise).
 fingerprint: a function of a tensor, whose results' texts are compared instead.
 capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
 offload_inputs: inputs on an accelerator wait on the CPU.
-offload_prefetch_depth: with `offload_inputs`, how many copies back are begun ahead of the one that
-    is read, in the reverse order of the regions, of inputs of regions with the same number; 0:
+offload_prefetch_depth: with `offload_inputs`, the number of copies back that are begun ahead of the
+    one that is read, in the reverse order of the regions, among regions with the same number; 0:
     none.
 preserve_rng_state: a recompute draws the random numbers that forward drew: from the default
     generators, from any other of the CPU, and from one that is an argument itself.
@@ -102,25 +102,25 @@ preserve_rng_state: a recompute draws the random numbers that forward drew: from
 input_mode: "copy_on_write" for functions that write to their arguments.
 buffers: "restore": a recompute sees the buffers of the function's modules (running statistics) as
     forward saw them, and puts them back; "ignore": it writes them once more. The function is a
-    module, its bound method, a functools.partial of one, or names in `modules` those that it calls.
-    Their training flags are forward's, too.
+    module, its bound method, or a functools.partial of one; other modules that it calls are named
+    in `modules`. Recomputes also see forward's training flags of these modules.
 strict_unpack: a second read of a saved tensor in one backward is an error instead of one more
     recompute.
 debug: records the operators of both passes for the error report.
-level: under `checkpoint_level(n)` the call is a region if n >= level, else it runs plainly; 0:
+level: under `checkpoint_level(n)` the call is a region if n >= level, otherwise it runs plainly; 0:
     never. None: always.
     With a level, a function that is a module in eval mode runs plainly.
-value_comparison: a ValueComparison, which says how determinism_check="values" compares elements.
+value_comparison: a ValueComparison, the rule of determinism_check="values" for elements.
 handle: a RegionHandle that refers to the region from its end on.
-prepare_ahead: how many regions with this option a backward recomputes ahead when it first reads
-    this one, in the reverse order in which this thread ran them.
+prepare_ahead: number of regions with this option that a backward recomputes ahead when it first
+    reads this one, in the reverse order in which this thread ran them.
 transforms: inside torch.func's transforms and with forward-mode tangents the function runs without
     a region ("plain", with one warning), or the call is refused ("refuse").
 
 Grad mode off: the function runs plainly.
-Threads: any; a recompute runs on the thread of the backward that asks.
-Raises: what `function` raises, with its traceback; CheckpointError; ValueError for options that are
-wrong, TypeError for those of a wrong type.)";
+Threads: any; a recompute runs on the thread of the backward that reads.
+Raises: errors of `function`, with their traceback; CheckpointError; ValueError for options of a
+wrong value, TypeError for those of a wrong type.)";
 
 }  // namespace
 

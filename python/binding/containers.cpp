@@ -16,7 +16,7 @@ const at::Tensor* tensor_in(PyObject* object) {
 
 void visit_tensors(PyObject* result, TensorVisitor visitor, int depth) {
   if (const at::Tensor* const tensor = tensor_in(result)) {
-    visitor(const_cast<at::Tensor&>(*tensor));  // who looks at results changes none
+    visitor(const_cast<at::Tensor&>(*tensor));  // visitors of results change none
     return;
   }
   if (result == Py_None || depth == 16) return;

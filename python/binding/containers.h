@@ -10,14 +10,15 @@
 
 namespace remat::python {
 
-/// The tensor that `object` is, or null.
+/// Returns the tensor in a Python object, or null if it is no tensor.
 const at::Tensor* tensor_in(PyObject* object);
 
 /// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries,
 /// and in the attributes of data classes.
 void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
 
-/// Calls `visitor(key, value)` for each entry, borrowed; nothing for what is no dictionary.
+/// Calls `visitor(key, value)` for each entry, borrowed; does nothing for an object that is no
+/// dictionary.
 template <class Visitor>
 void visit_entries(PyObject* dictionary, Visitor&& visitor) {
   if (dictionary == nullptr || PyDict_Check(dictionary) == 0) return;
@@ -38,7 +39,7 @@ class ContainerCopies {
   /// `num_known`: references that containers have which are copied, or copies.
   PyObject* copied(PyObject* object, Py_ssize_t num_known);
   PyObject* copied_tuple(PyObject* tuple);
-  /// Both: null with a Python error set, also if that is what they are given.
+  /// Both return null with a Python error set, also if they are given null.
   PyObject* with_items(PyObject* copy);
   PyObject* with_values(PyObject* copy);
   PyObject* forget(PyObject* copy);

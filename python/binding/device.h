@@ -1,5 +1,5 @@
 #pragma once
-// Devices as Python programs say them.
+// Devices in the forms that Python programs give.
 
 #include <torch/csrc/Device.h>
 

@@ -46,8 +46,8 @@ bool is_compiled_autograd_on() {
   return value_of(PyModule_GetDict(module), flag) == Py_True;
 }
 
-/// Forward-mode AD and functorch's transforms: what upstream makes of them, if not much, regions
-/// refuse.
+/// Returns whether forward-mode AD or functorch's transforms are active: upstream supports them in
+/// part, and regions refuse them.
 bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(
              c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||

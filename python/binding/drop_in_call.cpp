@@ -12,11 +12,11 @@ namespace remat::python {
 namespace {
 
 // Note [The call itself]
-// `torch.utils.checkpoint.checkpoint` keeps torch.compile off: it calls the function behind it as
-// an attribute of that says, `__dynamo_disable`. There is where this one stands while the drop-in
-// is installed, so that the function is the same object for everybody. The plain calls, with
-// use_reentrant=False, without contexts and without debug, are regions here; all others go on as
-// upstream has it, and come to the generator (drop_in_generator.cpp), if they are non-reentrant: it
+// `torch.utils.checkpoint.checkpoint` keeps torch.compile off: it calls the function behind it by
+// an attribute, `__dynamo_disable`. While the drop-in is installed, the attribute holds this
+// function, so that `checkpoint` is the same object for all programs. The plain calls, with
+// use_reentrant=False, without contexts and without debug, are regions here. All others continue in
+// upstream's code, and reach the generator (drop_in_generator.cpp), if they are non-reentrant: it
 // does the same in six calls of Python more.
 
 /// The arguments of `checkpoint` apart from its options.
@@ -31,7 +31,7 @@ class PlainCall {
                 !is_debug_enabled() && !is_generator_other();
   }
 
-  /// Whether it is a region of no kind but the plain one.
+  /// Returns whether it is a plain region.
   explicit operator bool() const { return is_plain_; }
   bool is_non_reentrant() const { return is_non_reentrant_; }
   PyObject* const* settings() const { return settings_; }
@@ -53,7 +53,7 @@ class PlainCall {
     PyObject* const value = global(name);
     return value != nullptr && value != Py_None && value != Py_False;
   }
-  /// Somebody has put a generator of his own there.
+  /// Returns whether the program has installed a generator of its own there.
   static bool is_generator_other() {
     return global(upstream().replaced_name) != upstream().replacement;
   }
@@ -126,7 +126,7 @@ void close(DropInRun& run) {
     const ErrorAside aside;
     run.forward.reset();
   }
-  // Upstream hands the error to a generator, which lets this one out as another.
+  // Upstream passes the error to a generator, which raises this one as another.
   if (upstream().throws && PyErr_ExceptionMatches(PyExc_StopIteration) != 0)
     py::raise_from(PyExc_RuntimeError, "generator raised StopIteration");
 }

@@ -1,4 +1,4 @@
-// What stands in for the generator of torch.utils.checkpoint.
+// The substitute of the generator of torch.utils.checkpoint.
 
 #include <memory>
 #include <new>
@@ -102,7 +102,7 @@ PyTypeObject* region_type() {
   return type;
 }
 
-/// Stands in for torch.utils.checkpoint._checkpoint_without_reentrant_generator.
+/// Replaces torch.utils.checkpoint._checkpoint_without_reentrant_generator.
 PyObject* region(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   return returned([&]() -> PyObject* {
     if (count < num_settings || is_for_upstream())

@@ -1,6 +1,6 @@
 #pragma once
-// Structs of the library as Python has them: options that are read by name, reports that are shown,
-// costs as tuples.
+// Structs of the library in Python: options that are read by name, reports that are shown, costs as
+// tuples.
 
 #include <pybind11/stl/filesystem.h>
 
@@ -15,8 +15,8 @@
 
 namespace remat::python {
 
-/// A value as a member takes it. Throws TypeError for one that it cannot take: a number out of
-/// range.
+/// Converts a value to a member's type. Throws TypeError for one that does not fit, such as a
+/// number out of range.
 template <class Value>
 Value value_in(py::handle value, const char* name) {
   try {

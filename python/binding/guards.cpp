@@ -107,7 +107,7 @@ ObjectProvider::~ObjectProvider() { object_providers().forget(object_.get()); }
 
 // ---- places
 
-/// What an object that is a place can do beyond `store` and `load`.
+/// The optional abilities of a place beyond `store` and `load`.
 struct PlaceFacts {
   explicit PlaceFacts(py::handle place)
       : stores_bytes(py::bool_(py::getattr(place, "stores_bytes", py::bool_(true)))),
@@ -118,8 +118,9 @@ struct PlaceFacts {
   bool stores_bytes, takes, finishes_stores, begins_loads, cancels_loads;
 };
 
-/// Calls a place's method: with the lock, and seen by nobody. The library has turned off what C++
-/// can meet; a function mode (`with torch.device(...)`) and torch.compile's hook are Python's own.
+/// Calls a place's method with the lock held and without effect on scopes around. The library has
+/// turned off the scopes of C++; a function mode (`with torch.device(...)`) and torch.compile's
+/// hook are Python's own.
 template <class Action>
 auto call_place(Action&& action) {
   return call_locked([&] {
@@ -134,7 +135,7 @@ auto call_place(Action&& action) {
   });
 }
 
-/// What `store` of an object returned, for one range of a storage.
+/// The result of `store` of an object, for one range of a storage.
 class ObjectContents final : public StoredContents {
  public:
   ObjectContents(std::shared_ptr<PyObject> place, const PlaceFacts& facts, py::handle contents,
@@ -274,7 +275,7 @@ py::tuple tuple_of_counts(const TierCounts& now) {
                         now.bytes_loaded, now.loads, now.waits, now.seconds_waited,
                         now.failed_writes);
 }
-/// The same, of one that counts: in the order of MoveCounts and TierCounts of remat/_guards.py.
+/// Opens a guard that counts, in the order of MoveCounts and TierCounts of remat/_guards.py.
 template <class Guard, class Options>
 Opener counts_with(std::vector<Option<Options>> options) {
   return [options = std::move(options)](const py::dict& given) {
@@ -313,7 +314,7 @@ OpenGuard open_state_provider(const py::dict& given) {
   return open<StateProviderGuard>(object_providers().of(given["provider"]));
 }
 
-/// By the names of the functions of remat/_guards.py, whose arguments are given.
+/// The openers, by the names of the functions of remat/_guards.py that are their callers.
 const std::map<std::string, Opener>& openers() {
   using Cpu = SaveOnCpuOptions;
   using Disk = SaveOnDiskOptions;
@@ -369,21 +370,21 @@ void add_guards(py::module_& module) {
                return openers().at(name)(given);
              }));
   py::class_<PhaseInfo>(module, "PhaseInfo",
-                        "The region whose function runs, and which of its runs it is.")
+                        "The region whose function runs, and the kind of this run.")
       .def_property_readonly(
           "phase", [](const PhaseInfo& self) { return name_of(self.phase); },
           "'forward', 'recompute', or 'none' outside of regions.")
       .def_readonly("frame_id", &PhaseInfo::frame_id,
-                    "The same in forward and recompute: a key for state of one region. -1 outside.")
-      .def_readonly("depth", &PhaseInfo::depth, "Enclosing regions, this one included.")
-      .def_readonly("name", &PhaseInfo::name, "The region's name, '' if it has none.")
+                    "A number of forward and its recomputes, as a key; -1 outside.")
+      .def_readonly("depth", &PhaseInfo::depth, "Number of enclosing regions, with this one.")
+      .def_readonly("name", &PhaseInfo::name, "The region's name, '' without one.")
       .def("__repr__", [](const PhaseInfo& self) {
         return py::str("PhaseInfo(phase={!r}, frame_id={}, depth={}, name={!r})")
             .format(name_of(self.phase), self.frame_id, self.depth, self.name);
       });
   module.def(
       "current_phase", [] { return current_phase(); },
-      "The phase of the innermost region on this thread, also on the threads of a backward.");
+      "Returns the phase of the innermost region on this thread, also in a backward.");
 }
 
 }  // namespace remat::python

@@ -29,8 +29,7 @@ c10::weak_intrusive_ptr<Node> weak_of(const c10::intrusive_ptr<Node>& node) {
   return c10::weak_intrusive_ptr<Node>(node);
 }
 
-/// Whether the context of a Function of Python's is an owner of its node; else it belongs to the
-/// node.
+/// True if the context of a Python Function owns its node; otherwise the node owns the context.
 template <class Context>
 constexpr bool owns_node = !requires(Context& context) { context.cdata.lock(); };
 
@@ -49,7 +48,7 @@ class Lent {
         take_context<THPFunction>(i, node);
     }
   }
-  /// Puts those back that are alive; None for others.
+  /// Puts the living objects back, and None for others.
   void give_back() {
     for (const auto& [i, weak] : taken_)
       if (const Pointer node = weak.lock())
@@ -71,7 +70,8 @@ class Lent {
   std::vector<std::pair<std::size_t, decltype(weak_of(std::declval<const Pointer&>()))>> taken_;
 };
 
-/// Each list lets go of its nodes, all of them at once, and has those again that others have, too.
+/// Makes the lists release their nodes, all of them at once, and puts back the nodes with other
+/// owners.
 void let_go(const std::vector<py::list>& lists) {
   std::vector<Lent> all(lists.begin(), lists.end());
   for (Lent& each : all) each.give_back();

@@ -11,18 +11,18 @@ namespace remat::python {
 // Note [Hooks over several tensors]
 // A hook that `register_multi_grad_hook` puts on a node holds the nodes of all its tensors, itself
 // among them: a cycle that Python's collector does not see. Plain autograd leaves the nodes behind,
-// without what they saved, which backward has freed. Nobody runs a backward over a recompute's
-// graph, so that all that its nodes have saved would stay, in each step. So at the end of a
-// recompute the hooks that were registered in it let go of their nodes. Those that live on have
-// other owners, as where the function has put its graph into a variable outside, and the hooks get
-// them back; of a node that is gone no backward could have come.
+// without their saved tensors, which backward has freed. A recompute's graph runs no backward, so
+// that all saved tensors of its nodes would stay, in each step. So at the end of a recompute the
+// hooks that were registered in it release their nodes. Nodes that live on have other owners, such
+// as a variable outside into which the function has put its graph, and the hooks get them back. No
+// backward can reach a node that is gone.
 
-/// While alive, on this thread: notes what `register_multi_grad_hook` registers. The interpreter's
-/// lock is held.
+/// Notes, while alive, the hooks that `register_multi_grad_hook` registers on this thread. The
+/// interpreter's lock is held.
 class HookCycles {
  public:
   HookCycles();
-  /// Lets go of what nothing else has. The function's frames are gone by then.
+  /// Releases the nodes without other owners. The function's frames are gone by then.
   ~HookCycles();
   HookCycles(const HookCycles&) = delete;
   HookCycles& operator=(const HookCycles&) = delete;

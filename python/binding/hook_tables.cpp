@@ -36,7 +36,7 @@ void collect(const Hooks& hooks, const char* type, std::vector<PyObject*>& found
   for (const auto& each : hooks) add<Python>(each.get(), type, found);
 }
 
-/// Borrowed; with the lock held.
+/// Returns a borrowed reference; the lock is held.
 std::vector<PyObject*> dictionaries_of(const at::Tensor& tensor) {
   constexpr const char* of_tensor = "N5torch8autograd23PyFunctionTensorPreHookE";
   std::vector<PyObject*> found;
@@ -44,7 +44,7 @@ std::vector<PyObject*> dictionaries_of(const at::Tensor& tensor) {
   add<autograd::PyFunctionTensorPostAccGradHooks>(
       autograd::impl::post_acc_grad_hooks(tensor).get(),
       "N5torch8autograd32PyFunctionTensorPostAccGradHooksE", found);
-  // As it is: to ask for the node of a view would make one.
+  // This reads the field directly: `grad_fn()` of a view would make a node.
   const auto* const meta = autograd::impl::get_autograd_meta(tensor);
   const auto node = meta == nullptr             ? nullptr
                     : meta->grad_fn_ != nullptr ? meta->grad_fn_

@@ -17,12 +17,12 @@ inline PyObject* entry(PyObject* dictionary, const char* name) {
   return PyDict_GetItemString(dictionary, name);
 }
 
-/// Where a module is in a tree; no text is made until it is asked for.
+/// The place of a module in a tree; its text is made only when it is read.
 struct ModulePath {
   const ModulePath* above;
   PyObject* name;
 };
-/// Returns the beginning of the names of what is in the module: "layers.0."; "" for a root.
+/// Returns the prefix of the names below the module: "layers.0."; "" for a root.
 std::string text_of(const ModulePath* path);
 
 /// Visits a module and all below it, until the visitor returns false: their attributes and the

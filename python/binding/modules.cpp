@@ -21,13 +21,13 @@ namespace remat::python {
 
 namespace {
 
-/// "Block" of "package.Block".
+/// Returns "Block" of "package.Block".
 std::string class_of(PyObject* module) {
   const std::string name = Py_TYPE(module)->tp_name;
   return name.substr(name.rfind('.') + 1);
 }
 
-/// What errors call a tensor: "parameter 'conv.weight' of Block".
+/// Returns a tensor's name in errors: "parameter 'conv.weight' of Block".
 std::string name_of(const char* kind, const ModulePath* path, PyObject* name, PyObject* root) {
   const ModulePath whole{path, name};
   std::string full = text_of(&whole);
@@ -96,7 +96,8 @@ class StandIn final : public torch::nn::Module, public TensorNames, public Stand
   bool has_replaced_ = false;
 };
 
-/// What the library can copy and write: no class of its own, and with contents.
+/// Returns whether the library can copy and write the tensor: it has no class of its own, and has
+/// contents.
 bool can_be_restored(PyObject* buffer, const at::Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.is_meta()) return false;
   // A lazy module's, which has no shape yet.
@@ -153,7 +154,7 @@ class HeldFlags {
       auto mine = holds.end();
       while (mine != holds.begin())
         if ((--mine)->owner == self) break;
-      // What the first holder found is what the last one leaves.
+      // The last holder restores the value that the first one found.
       const bool before = mine->before;
       const auto next = holds.erase(mine);
       if (next != holds.end())
@@ -334,7 +335,7 @@ ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
 
 /// Compares the tensors under the names that forward changed.
 void ModuleState::Hold::compare_names() const {
-  // Without a stand-in it may have been stopped before; and forward may not have got there yet.
+  // Without a stand-in the run may have stopped earlier; and forward may not have reached this yet.
   if (state_.stand_in_ == nullptr || state_.members_left_ == nullptr) return;
   const auto tensor_of = [](PyObject* object) {
     const at::Tensor* const tensor = object == nullptr ? nullptr : tensor_in(object);
@@ -357,7 +358,7 @@ ModuleState::Hold::~Hold() {
   if (has_taken_members_) {
     std::vector<Members::Change> undone;
     members_before_->put_in_place(*Members::of(state_.roots_), undone);
-    // What was no member before: a number that forward turned into a tensor.
+    // This was no member before: a number that forward turned into a tensor.
     for (std::size_t i = members_changed_.size(); i-- > 0;)
       if (const auto& each = members_changed_[i];
           each.before != nullptr && !is_member_value(each.before))

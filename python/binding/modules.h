@@ -16,19 +16,19 @@ class Module;
 
 namespace remat::python {
 
-/// The module that a function is, or belongs to: itself, the object of a bound method, what a
-/// functools.partial calls. Borrowed; null for other functions.
+/// Returns the module that a function is, or belongs to: itself, the object of a bound method, the
+/// function of a functools.partial. Borrowed; null for other functions.
 PyObject* module_in(PyObject* function);
-/// Returns whether it is a module in eval mode; null is none. Throws python_error.
+/// Returns whether it is a module in eval mode; false for null. Throws python_error.
 bool is_in_eval(PyObject* module);
 
 // Note [State of Python modules]
-// The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers'
-// tensors with the Python module. What it cannot know is where Python keeps flags, names and
-// members: which tensor a name means (a forward may assign another one), whether the module trains,
-// and the numbers and words by which a module remembers what it has done. These are noted when the
-// region begins, and put in place around each recompute: names where forward changed them, members
-// always. A name may stand for None before its first tensor, and is there all the same.
+// The library restores the buffers of a C++ module: here of a stand-in, which shares the buffers'
+// tensors with the Python module. It cannot know where Python keeps flags, names and members: which
+// tensor a name means (a forward may assign another one), whether the module trains, and the
+// numbers and words in which a module remembers its past. These are noted when the region begins,
+// and put in place around each recompute: names if forward changed them, members always. A name may
+// stand for None before its first tensor, and counts as a name all the same.
 
 /// The flags, names of buffers and members of modules and of all below them as they are now.
 /// Interpreter's lock.
@@ -42,12 +42,12 @@ class ModuleState final : public TensorNames {
   PyObject* root() const { return roots_.front(); }
   /// Notes the members, too, to be put back.
   void note_members();
-  /// The function has returned: keeps the names that it changed, and tells the stand-in.
+  /// Keeps the names that the function changed, after its return, and tells the stand-in.
   void settle();
-  /// Shares the buffers, and says what errors call the modules' tensors. Null if there are no
-  /// buffers.
+  /// Returns the stand-in, which shares the buffers and has the names of tensors for errors. Null
+  /// if there are no buffers.
   const std::shared_ptr<torch::nn::Module>& stand_in() const { return stand_in_; }
-  /// Without the interpreter's lock.
+  /// Called without the interpreter's lock.
   void visit_tensors(Visitor visitor) const override;
 
   /// While alive, flags, names and members are as they were noted. Throws python_error where other
@@ -80,7 +80,7 @@ class ModuleState final : public TensorNames {
     PyObject* name;
     PyObject* begin;           // None, or null: the name was not there
     PyObject* left = nullptr;  // the same, when the function had returned
-    std::string path{};        // what errors call it
+    std::string path{};        // its name in errors
   };
   static void drop(const std::vector<Buffer>& buffers);
 
@@ -91,7 +91,7 @@ class ModuleState final : public TensorNames {
   std::shared_ptr<torch::nn::Module> stand_in_;
 };
 
-/// `options` with what the region needs to know of the modules.
+/// Returns `options` with the region's facts about the modules.
 CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state);
 
 /// While alive, regions that are open around this point restore the modules' buffers in their

@@ -1,5 +1,5 @@
 #pragma once
-// Where plans and budgets move tensors, as Python programs say it.
+// The place to which plans and budgets move tensors, in the form that Python programs give.
 
 #include "fields.h"
 #include "remat/move.h"

@@ -18,14 +18,14 @@ namespace remat::python {
 
 namespace {
 
-/// A sequence of integers as torch.Size is made by its class.
+/// Converts a sequence of integers to torch.Size, by its class.
 py::object size_of(const std::vector<int64_t>& sizes) {
   static PyObject* const type = imported("torch", "Size");
   return py::handle(type)(py::cast(sizes));
 }
 
 py::list saved_tensors_below(const at::Tensor& root) {
-  // With the interpreter's lock, since LibTorch asks a node written in Python without taking it.
+  // The lock is taken here, since LibTorch asks a node written in Python without taking it.
   const std::vector<SavedTensorInfo> found = saved_tensors(root);
   py::list all;
   for (const SavedTensorInfo& each : found) {
@@ -60,12 +60,12 @@ void add_region_handle(py::module_& module) {
            "own, unless the region has buffers or state providers. The tensors belong to the next\n"
            "backward that reads them, or to the group or cache around this call. A region inside\n"
            "others prepares those first. Does nothing if recomputed tensors are there already.\n"
-           "Returns False if the graph is gone. Raises what a recompute does.")
+           "Returns False if the graph is gone. Raises as a recompute does.")
       .def("release", wrapped([](const RegionHandle& self) {
              const Unlocked unlocked;
              self.release();
            }),
-           "Drops what `prepare` computed, if it belongs to no backward, group or cache yet.");
+           "Drops the tensors of `prepare`, if they belong to no backward, group or cache yet.");
   module.def("_regions_of", wrapped(regions_behind));
 }
 
@@ -96,14 +96,12 @@ void add_decision_report(py::module_& module) {
   using R = DecisionReport;
   add_report<R>(
       module, "DecisionReport",
-      "What became of calls of one operator in regions with a policy: those with the same "
-      "outcome,\n"
-      "for the same reason.",
+      "Calls of one operator in regions with a policy, with one outcome for the same reason.",
       {REMAT_FACT(op, "'aten::mm.default'."),
        REMAT_FACT(outcome, "'kept', 'moved' (kept elsewhere) or 'recomputed'."),
-       REMAT_FACT(reason, "What the policy answered, or why that could not be."),
-       REMAT_FACT(calls, "In all first runs."),
-       REMAT_FACT(bytes, "[bytes] that these calls keep; results that nobody reads have none.")});
+       REMAT_FACT(reason, "The policy's answer, or the reason against it."),
+       REMAT_FACT(calls, "Calls in all first runs."),
+       REMAT_FACT(bytes, "[bytes] that these calls keep; unread results have none.")});
 }
 
 void add_region_report(py::module_& module) {
@@ -111,9 +109,9 @@ void add_region_report(py::module_& module) {
   add_report<R>(
       module, "RegionReport",
       "Sums over all regions of one name that began while the recorder recorded.",
-      {REMAT_FACT(name, "Of the regions; '' for those without one."),
+      {REMAT_FACT(name, "The name; '' for regions without one."),
        REMAT_FACT(calls, "First runs that returned."),
-       REMAT_FACT(recomputes, "Begun, also those that failed."),
+       REMAT_FACT(recomputes, "Recomputes that began, also those that failed."),
        REMAT_FACT(early_stops, "Recomputes that were cut short."),
        REMAT_FACT(bytes_dropped, "[bytes] that autograd would have kept; a storage once a call."),
        REMAT_FACT(bytes_inputs, "[bytes] of inputs that stayed; none below another region."),
@@ -123,7 +121,7 @@ void add_region_report(py::module_& module) {
        REMAT_FACT(offload_fallbacks, "Results that PREFER_CPU_OFFLOAD could not move."),
        REMAT_FACT(bytes_offloaded, "[bytes] of results that a policy moved to the CPU."),
        REMAT_FACT(bytes_inputs_offloaded, "[bytes] of inputs that `offload_inputs` moved."),
-       REMAT_FACT(offload_loads, "How often a recompute brought a moved result back."),
+       REMAT_FACT(offload_loads, "Number of moved results that recomputes brought back."),
        REMAT_FACT(offload_loads_ahead,
                   "Of these, those that were begun before the recompute asked."),
        REMAT_FACT(bytes_loaded, "[bytes] of all that recomputes brought back."),
@@ -138,43 +136,42 @@ void add_region_report(py::module_& module) {
            "CPU."),
        REMAT_FACT(device_recompute_s,
                   "[seconds] of recomputes, likewise, from when their inputs were there."),
-       REMAT_FACT(decisions, "Of its policy, in the order of their first call.")});
+       REMAT_FACT(decisions, "A DecisionReport for each, in the order of their first call.")});
 }
 
 void add_device_report(py::module_& module) {
   using R = DeviceReport;
   add_report<R>(
-      module, "DeviceReport", "What a recorder saw of one device of an accelerator.",
-      {REMAT_FACT(device, "Which one: a torch.device."),
-       REMAT_FACT(is_exact, "Bytes are those asked for; if not, as the allocator rounds them."),
+      module, "DeviceReport", "Sums of a recorder for one device of an accelerator.",
+      {REMAT_FACT(device, "The torch.device."),
+       REMAT_FACT(is_exact, "True if bytes are the requested ones, not rounded by the allocator."),
        REMAT_FACT(peak_bytes, "[bytes], the most alive at once."),
        REMAT_FACT(bytes_out, "[bytes] copied to the host beside the work: offload."),
        REMAT_FACT(bytes_in, "[bytes] copied back."),
        REMAT_FACT(copies_out_s, "[seconds] on the device of the copies out."),
        REMAT_FACT(copies_in_s, "[seconds] on the device of the copies back."),
-       REMAT_FACT(waited_s,
-                  "[seconds] that streams stood still since a copy back was not there.")});
+       REMAT_FACT(waited_s, "[seconds] that streams waited for copies back.")});
 }
 
 void add_file_report(py::module_& module) {
   using R = FileReport;
   add_report<R>(
-      module, "FileReport", "What a recorder saw of the files of offload and tiers.",
+      module, "FileReport", "Sums of a recorder for the files of offload and tiers.",
       {REMAT_FACT(bytes_written, "[bytes] moved to files."),
        REMAT_FACT(bytes_read, "[bytes] brought back."),
        REMAT_FACT(write_s, "[seconds] of writing, on any thread."),
        REMAT_FACT(read_s, "[seconds] of reading, on any thread."),
-       REMAT_FACT(waits, "How often a thread of the program's read, wrote or waited itself."),
-       REMAT_FACT(waited_s, "[seconds] of that: what was not done beside the program.")});
+       REMAT_FACT(waits, "Times that a thread of the program read, wrote or waited itself."),
+       REMAT_FACT(waited_s, "[seconds] of these, which held the program up.")});
 }
 
 void add_move_report(py::module_& module) {
   using R = MoveReport;
   add_report<R>(
       module, "MoveReport",
-      "What the items of plans that have one name moved: stages, or regions with their name.",
-      {REMAT_FACT(name, "'stage 2', 'stages 3 to 5'."),
-       REMAT_FACT(moves, "Copies to where it waits."), REMAT_FACT(bytes_moved, "[bytes] of these."),
+      "Moves of plan items that share a name: stages, or regions with their name.",
+      {REMAT_FACT(name, "'stage 2', 'stages 3 to 5'."), REMAT_FACT(moves, "Copies to the place."),
+       REMAT_FACT(bytes_moved, "[bytes] of these."),
        REMAT_FACT(loads, "Copies back that backward asked for."),
        REMAT_FACT(loads_ahead, "Of these, those that were begun before that."),
        REMAT_FACT(bytes_loaded, "[bytes] of `loads`."),
@@ -199,9 +196,9 @@ void add_eviction_report(py::module_& module) {
 void add_held_bytes(py::module_& module) {
   using R = FailedAllocation::Held;
   add_report<R>(module, "HeldBytes",
-                "What regions of one name held when an allocation did not fit.",
+                "[bytes] that regions of one name held when an allocation did not fit.",
                 {REMAT_FACT(region, "The name; '' for regions without one."),
-                 REMAT_FACT(regions, "How many."),
+                 REMAT_FACT(regions, "The number of regions."),
                  REMAT_FACT(inputs_bytes, "[bytes] of inputs that stayed; a storage once."),
                  REMAT_FACT(saved_bytes, "[bytes] that a policy kept."),
                  REMAT_FACT(recomputed_bytes, "[bytes] recomputed and not yet handed over.")});
@@ -211,29 +208,28 @@ void add_failed_allocation(py::module_& module) {
   using R = FailedAllocation;
   add_report<R>(
       module, "FailedAllocation",
-      "What was alive when an allocation did not fit: on an accelerator, or under `memory_limit`.",
-      {REMAT_FACT(device, "Where it did not fit: a torch.device."),
-       REMAT_FACT(asked_bytes, "[bytes] asked for; -1: the device's allocator does not tell."),
+      "Memory at a failed allocation, of an accelerator or under `memory_limit`.",
+      {REMAT_FACT(device, "The torch.device without room."),
+       REMAT_FACT(asked_bytes, "The requested bytes; -1: the allocator does not report them."),
        REMAT_FACT(live_bytes, "[bytes] of all tensors there."),
        REMAT_FACT(parameters_bytes, "[bytes] of parameters that regions use."),
-       REMAT_FACT(held, "By region; what held most first.")});
+       REMAT_FACT(held, "A HeldBytes for each region, the largest first.")});
 }
 
 void add_sums(py::module_& module) {
   using R = Report;
   add_report<R>(
-      module, "Report", "What a recorder counted, by region name; `str` makes a table of it.",
-      {REMAT_FACT(regions, "In the order of their first call."),
-       REMAT_FACT(dropped_events, "That `max_events` left no room for; sums count them."),
-       REMAT_FACT(devices, "Of accelerators that were in use."),
-       REMAT_FACT(failed_allocations, "The first that failed, 16 at most."),
-       REMAT_FACT(files, "All 0 where nothing went to a file."),
-       REMAT_FACT(moves, "Of plans that moved something, in the order of their first move."),
+      module, "Report", "Counts of a recorder by region name; `str` makes a table of them.",
+      {REMAT_FACT(regions, "A RegionReport for each name, in the order of the first calls."),
+       REMAT_FACT(dropped_events, "Events beyond `max_events`; sums count them."),
+       REMAT_FACT(devices, "A DeviceReport for each accelerator in use."),
+       REMAT_FACT(failed_allocations, "The first allocations that failed, 16 at most."),
+       REMAT_FACT(files, "A FileReport, all 0 if nothing went to a file."),
+       REMAT_FACT(moves, "A MoveReport for each name, in the order of the first moves."),
        REMAT_FACT(evictions,
-                  "By operator, under budgets; the one that took the most seconds to run again is "
-                  "first.")})
+                  "An EvictionReport for each operator under budgets, the most seconds first.")})
       .def("__str__", &Report::to_string)
-      .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
+      .def("to_json", &Report::to_json, "Returns the same numbers as the text of one JSON object.");
 }
 
 void add_recorder(py::module_& module) {
@@ -271,13 +267,13 @@ void add_meter(py::module_& module) {
       "\n"
       "The CPU: exactly. The first meter of the process puts a counting allocator in front of "
       "the one that is\n"
-      "there. Make it before the tensors that shall be counted. Not counted: older tensors, "
+      "there. Make it before the tensors to be counted. It does not count older tensors, "
       "`from_numpy`, pinned\n"
-      "memory. An accelerator: what its allocator says of all the process's tensors there, "
+      "memory. An accelerator: the bytes of all the process's tensors there by its allocator, "
       "whenever they were\n"
       "made; starting a peak resets the one that `torch.cuda.max_memory_allocated` reads. "
       "Threads: any.\n"
-      "Raises CheckpointError (UNSUPPORTED) for a device whose allocator does not tell.")
+      "Raises CheckpointError (UNSUPPORTED) for a device whose allocator does not report bytes.")
       .def(py::init(wrapped([](const py::object& device) {
              checked("remat.MemoryMeter", "device", "Union[torch.device, str, int, None]", device);
              const c10::Device counted = device_in(device);
@@ -285,9 +281,9 @@ void add_meter(py::module_& module) {
                                      : std::make_unique<MemoryMeter>(counted);
            })),
            py::arg("device") = py::none())
-      .def_property_readonly("device", &MemoryMeter::device, "What is counted: a torch.device.")
+      .def_property_readonly("device", &MemoryMeter::device, "The torch.device that is counted.")
       .def_property_readonly("is_exact", &MemoryMeter::is_exact,
-                             "Whether bytes are those asked for, not as the allocator rounds them.")
+                             "True if bytes are the requested ones, not rounded by the allocator.")
       .def_property_readonly("live_bytes", &MemoryMeter::live_bytes,
                              "[bytes] alive now in the whole process: the same for every meter.")
       .def_property_readonly(

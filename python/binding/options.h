@@ -13,13 +13,13 @@ struct GivenOptions {
   CheckpointOptions options;
   std::vector<PyObject*> modules;  // borrowed from the argument
 
-  /// Whether `name` is an option's; takes its value then. Throws python_error or
+  /// Returns whether `name` is an option, and takes its value if so. Throws python_error or
   /// py::error_already_set for a wrong value.
   bool take(PyObject* name, PyObject* value);
 };
 
-/// All of them; `modules` may be among them, or not, and are not in what is returned. Throws
-/// python_error or py::error_already_set for others.
+/// Returns all options; `modules` may be among the keywords, but is not part of the result. Throws
+/// python_error or py::error_already_set for unknown ones.
 CheckpointOptions options_in(const py::dict& named, bool has_modules = false);
 
 }  // namespace remat::python

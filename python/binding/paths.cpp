@@ -19,8 +19,8 @@ namespace {
 // torch calls a module through `Module._call_impl`, whose frames are on the interpreter's stack
 // while the module's forward runs. So a question walks the stack, and modules that no policy asks
 // about pay nothing. A recompute begins below the frame that began it: frames further up belong to
-// whoever called backward. A module that is a region by its class (`Checkpointed`, `apply`) runs
-// its forward there without `_call_impl`, and is known to its region.
+// the caller of backward. A module that is a region by its class (`Checkpointed`, `apply`) runs its
+// forward there without `_call_impl`, and its region knows it.
 
 struct FrameReference {
   explicit FrameReference(PyFrameObject* frame) : frame(frame) {}

@@ -137,10 +137,10 @@ py::list regions_of(const Plan& plan) {
 void add_plan_class(py::module_& module) {
   py::class_<Plan>(
       module, "Plan",
-      "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs "
+      "Plan(stages, regions=[]): the regions of a chain of stages, as (first, last) pairs "
       "from 1,\n"
       "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'.\n"
-      " `moved`: the first stages of those stages and regions,\n"
+      "`moved`: the first stages of those stages and regions,\n"
       "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' "
       "as text. Not the\n"
       "last one. Immutable.")
@@ -150,7 +150,7 @@ void add_plan_class(py::module_& module) {
                     checked("remat.Plan.parse", "text", "str", text);
                     return Plan::parse(text.cast<std::string>());
                   }),
-                  "Reads what `str` writes. Raises ValueError with the position for anything else.")
+                  "Reads the text of `str`. Raises ValueError with the position for other texts.")
       .def("__str__", &Plan::to_string)
       .def("__repr__", [](const Plan& self) { return "Plan.parse('" + self.to_string() + "')"; })
       .def("__eq__",
@@ -164,15 +164,15 @@ void add_plan_class(py::module_& module) {
                  py::type::of(self),
                  py::make_tuple(self.attr("stages"), self.attr("regions"), self.attr("moved")));
            })
-      .def_property_readonly("stages", &Plan::stages, "Of the chain.")
+      .def_property_readonly("stages", &Plan::stages, "The number of stages of the chain.")
       .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")
       .def_property_readonly("frames", &Plan::frames, "The number of regions.")
       .def_property_readonly("regions", regions_of,
                              "A PlanRegion for each, in the order in which they open.")
       .def_property_readonly("moved", &Plan::moved,
-                             "The first stages of what moves what it saves, in order.")
+                             "The first stages of the moved stages and regions, in order.")
       .def("calls", &Plan::calls,
-           "How often forward, with one backward and early stop, calls each stage.");
+           "Returns the forward calls of each stage with one backward and early stop.");
 }
 
 }  // namespace
@@ -180,7 +180,7 @@ void add_plan_class(py::module_& module) {
 void add_plan(py::module_& module) {
   add_plan_class(module);
   py::class_<Frontier>(module, "_Frontier",
-                       "What `solve` found: the least time for every budget. Any thread.")
+                       "The result of `solve`: the least time for every budget. Any thread.")
       .def_property_readonly("_points",
                              [](const Frontier& self) {
                                py::list all;
@@ -188,10 +188,9 @@ void add_plan(py::module_& module) {
                                  all.append(py::make_tuple(each.bytes, each.extra_s));
                                return all;
                              })
-      .def(
-          "plan", wrapped(plan_for), py::arg("budget_bytes"),
-          "The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input. Raises\n"
-          "InfeasibleBudget below the first point.");
+      .def("plan", wrapped(plan_for), py::arg("budget_bytes"),
+           "Returns the fastest plan of at most `budget_bytes` [bytes] beyond the input. Raises\n"
+           "InfeasibleBudget below the first point.");
   const auto define = [&](const char* name, auto function) {
     module.def(name, wrapped(std::move(function)));
   };

@@ -66,8 +66,8 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, std::size_t r
   return call_stage(program->stages[stage], stage + 1, std::move(x), "run");
 }
 
-// Each tensor is moved on: whoever still held the input of a region that has begun would keep what
-// its plan counts as gone.
+// Each tensor is moved on: another owner of a begun region's input would keep memory that the plan
+// counts as free.
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
                      at::Tensor x) {
   for (const int64_t item : program->regions[region].items)
@@ -75,8 +75,8 @@ at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t 
   return x;
 }
 
-// The interpreter's lock is let go of between the items: what moves is waited for there, and freed
-// on the thread that writes it, where a storage of NumPy's needs the lock.
+// The interpreter's lock is released between the items: moves wait there, and tensors are freed on
+// the thread that writes them, where a storage of NumPy needs the lock.
 at::Tensor run_planned(const std::shared_ptr<const Program>& program, const Plan& plan,
                        const MoveOptions& moving, at::Tensor input) {
   if (plan.moved().empty()) return run_items(program, 0, std::move(input));

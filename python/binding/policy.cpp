@@ -19,7 +19,7 @@ namespace remat::python {
 
 namespace {
 
-/// What a Python policy is asked with; empty when the question is over.
+/// A question to a Python policy; empty when the question is over.
 class Question {
  public:
   explicit Question(const PolicyContext& context) : context_(&context) {}
@@ -34,8 +34,8 @@ class Question {
   const PolicyContext* context_;
 };
 
-/// An argument as torch hands it to a dispatch mode, whose numbers are dtypes where the schema says
-/// so.
+/// Converts an argument to the form that torch gives a dispatch mode, where numbers are dtypes if
+/// the schema says so.
 py::object argument_in(const c10::Argument& argument, const c10::IValue& value) {
   const c10::Type* type = argument.real_type().get();
   if (const auto* const optional = type->castRaw<c10::OptionalType>())
@@ -61,7 +61,8 @@ py::tuple values_of(c10::ArrayRef<c10::IValue> values) {
   return all;
 }
 
-/// (args, kwargs) of a call, as torch hands them to a dispatch mode: without defaults at the end.
+/// Returns (args, kwargs) of a call in the form that torch gives a dispatch mode: without defaults
+/// at the end.
 py::tuple call_of(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
   const auto& arguments = schema.arguments();
   const auto is_default = [&](std::size_t i) {
@@ -197,7 +198,7 @@ void add_policy(py::module_& module) {
           "The name that `checkpoint_name` gave the value; '' for operators.")
       .def_property_readonly(
           "is_recompute", [](const Question& self) { return self.context().is_recompute; },
-          "Whether a recompute asks; only with `ask_again`.")
+          "True in a recompute, which needs `ask_again`.")
       .def_property_readonly(
           "args", [](const Question& self) { return values_of(self.context().args); },
           "The operator's arguments, in the order of its schema.")

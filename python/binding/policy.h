@@ -7,7 +7,7 @@
 
 namespace remat::python {
 
-/// The policy that an argument is: a Policy, a Python function, or None. Throws python_error or
+/// Returns the policy of an argument: a Policy, a Python function, or None. Throws python_error or
 /// py::error_already_set for anything else.
 Policy policy_in(PyObject* object);
 

@@ -22,7 +22,7 @@ namespace {
 
 /// Threads that are on the way to the lock, or run a recompute under it.
 std::atomic<int> num_inside{0};
-/// Of them, those that are this thread: it is waited for, so that it must not wait itself.
+/// The share of this thread in them: others wait for this thread, so that it must not wait itself.
 thread_local int depth = 0;
 std::atomic<bool> is_ending{false};
 std::thread::id ending_thread;
@@ -48,8 +48,8 @@ void interpreter_ends() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-/// What C++ programs would write, and what stands for it in Python. Plain texts: a warning may come
-/// where the interpreter's lock must not be asked for. Set once, at import; never freed.
+/// Pairs of a phrase of C++ and its Python form. Plain texts: a warning may come where the
+/// interpreter's lock must not be taken. Set once, at import; never freed.
 std::vector<std::pair<std::string, std::string>>& python_words() {
   static auto* const all = new std::vector<std::pair<std::string, std::string>>;
   return *all;
@@ -63,11 +63,12 @@ std::string in_python_words(std::string text) {
   return text;
 }
 
-/// Also while the interpreter ends, and without a look at what is gone then.
+/// Returns whether this thread has the lock; also safe while the interpreter ends, since it reads
+/// no freed state.
 bool has_lock() { return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() != 0; }
 
-/// Whether this thread may ask for the lock. One that has it already asks for nothing, and must not
-/// wait: with the lock it would keep the interpreter from its end.
+/// Returns whether this thread may ask for the lock. A thread that has it does not ask, and must
+/// not wait: with the lock it would keep the interpreter from its end.
 bool may_enter() {
   if (has_lock()) return true;
   if (Py_IsInitialized() == 0) return false;
@@ -107,7 +108,7 @@ Locked::~Locked() {
 void drop(PyObject* const* objects, std::size_t count) noexcept {
   const Locked locked(Locked::AtEnd::GiveUp);
   if (!locked) return;
-  const ErrorAside aside;  // what dies may run code, in the middle of an exception's way
+  const ErrorAside aside;  // a dying object may run code while an exception is on its way
   in_python([&] {
     for (std::size_t i = 0; i < count; ++i) Py_XDECREF(objects[i]);
   });

@@ -1,6 +1,6 @@
 #pragma once
-// What all sources of the extension module need of CPython: objects that may die on any thread, and
-// errors.
+// The tools of CPython that all sources of the extension module need: objects that may die on any
+// thread, and errors.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/python_headers.h>
@@ -24,23 +24,23 @@ namespace remat::python {
 /// A strong reference that only threads which hold the interpreter's lock touch.
 using Object = py::object;
 
-/// What the pure Python part of the package tells the extension once, at import. Never freed: the
-/// process may end while regions are alive.
+/// The objects of the pure Python part of the package, set once at import. Never freed: the process
+/// may end while regions are alive.
 struct Names {
   PyObject* stop = nullptr;           ///< the class that ends a recompute, an exception
   PyObject* stop_trials = nullptr;    ///< a tuple of functions that call their argument
   PyObject* dispatch_mode = nullptr;  ///< stands for the library among dispatch modes
-  PyObject* make_error = nullptr;     ///< makes a CheckpointError of what it knows
+  PyObject* make_error = nullptr;     ///< makes a CheckpointError of its facts
   PyObject* make_budget_error = nullptr;
   PyObject* said_in_python = nullptr;   ///< an error, or the same in Python's words
   PyObject* check = nullptr;            ///< the validator of arguments: remat/_arguments.py
   PyObject* run_in = nullptr;           ///< runs a function inside context managers
-  PyObject* device_context = nullptr;   ///< finds the `torch.device` that is a context now, or None
+  PyObject* device_context = nullptr;   ///< finds the present `torch.device` context, or None
   PyObject* decorator = nullptr;        ///< makes a decorator of options
-  PyObject* refuse_function = nullptr;  ///< raises for what is no function
+  PyObject* refuse_function = nullptr;  ///< raises for an object that is no function
   PyObject* unbound = nullptr;  ///< the error for a function that was called without its arguments
   PyObject* not_taken = nullptr;            ///< ... with upstream's options, which it does not take
-  PyObject* free_hooks = nullptr;           ///< frees what hooks of a recompute hold
+  PyObject* free_hooks = nullptr;           ///< frees the objects that hooks of a recompute hold
   PyObject* engine_run_backward = nullptr;  ///< of torch's engine
 };
 Names& names();
@@ -75,15 +75,14 @@ class ErrorAside {
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 
-/// Sets the Python error that `error` is. The interpreter's lock is held.
+/// Sets the Python error of `error`. The interpreter's lock is held.
 void set_error(const CheckpointError& error);
-/// The exception that `error` is, as a new reference; null with a Python error set.
+/// Returns the exception of `error`, as a new reference; null with a Python error set.
 PyObject* make_error(const CheckpointError& error);
-/// Sets the Python error that the exception in flight is. To be called in a handler, with the lock
-/// held.
+/// Sets the Python error of the exception in flight. Called in a handler, with the lock held.
 void set_error_in_flight() noexcept;
-/// Puts the error in the place of the one that is set, if `better_of(arguments..., error)` returns
-/// another one.
+/// Replaces the Python error that is set by the result of `better_of(arguments..., error)`, if that
+/// is another one.
 void improve_error(PyObject* better_of, PyObject* argument = nullptr);
 /// Throws the Python error that is set, so that it may cross threads.
 [[noreturn]] void throw_persisted();
@@ -104,8 +103,8 @@ void improve_error(PyObject* better_of, PyObject* argument = nullptr);
 /// Never returns. The lock is not held, and nothing on this thread's stack is touched any more.
 [[noreturn]] void wait_for_the_end() noexcept;
 
-/// Calls Python, or takes its lock, below C++ frames. See Note [The end of the process].
-/// What is caught is no object: the sanitizer of null references would end the process here.
+/// Calls Python, or takes its lock, below C++ frames. See Note [The end of the process]. The
+/// handler catches no object: the sanitizer of null references would end the process here.
 template <class Action>
 __attribute__((no_sanitize("null"))) decltype(auto) in_python(Action&& action) {
   try {
@@ -125,7 +124,7 @@ py::object call_python(py::handle function, Arguments&&... arguments) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-/// Returns what `action` returns, a reference; null with a Python error set if it throws.
+/// Returns the reference that `action` returns; null with a Python error set if it throws.
 template <class Action>
 PyObject* returned(Action&& action) {
   try {
@@ -136,8 +135,8 @@ PyObject* returned(Action&& action) {
   }
 }
 
-/// Returns what `action` returns, a reference or a flag; null or false with a Python error set.
-/// Warnings of the library go to Python.
+/// Returns the reference or flag of `action`; null or false with a Python error set. Warnings of
+/// the library go to Python.
 template <class Action>
 auto guarded(Action&& action) -> decltype(action()) {
   try {
@@ -180,14 +179,14 @@ auto wrapped(Function function) {
   return wrapped_as(std::move(function), std::type_identity<Type>());
 }
 
-/// The value as the package's validator reads it: see remat/_arguments.py. Throws
-/// py::error_already_set for one that is not what the annotation says.
+/// Returns the value that the package's validator reads: see remat/_arguments.py. Throws
+/// py::error_already_set for one that does not fit the annotation.
 inline py::object checked(const char* user, const char* name, const char* annotation,
                           py::handle value) {
   return call_python(names().check, user, name, annotation, value);
 }
 
-/// The interpreter's lock is let go of while this is alive. See Note [The end of the process].
+/// Releases the interpreter's lock while alive. See Note [The end of the process].
 class Unlocked {
  public:
   Unlocked() : thread_(PyEval_SaveThread()) {}
@@ -243,7 +242,7 @@ void add_function(py::module_& module, const char* name, Vectorcall function,
 
 /// Lets regions see Python's hooks.
 void add_hook_tables();  // hook_tables.cpp
-/// Adds what a source defines to the module. They throw py::error_already_set.
+/// Adds the definitions of a source to the module. They throw py::error_already_set.
 void add_process(py::module_& module);      // process.cpp
 void add_checkpoint(py::module_& module);   // checkpoint.cpp
 void add_stop();                            // stop.cpp

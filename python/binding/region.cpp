@@ -235,7 +235,7 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
 
 void Body::raise(CheckpointError error) {
   const Locked locked(Locked::AtEnd::Wait);
-  // All that is needed is there, and the function has caught the stop.
+  // All needed tensors are there, and the function has caught the stop.
   if (Rerun::has_stopped(this)) Rerun::stop();
   PyObject* const on_error = rare_ == nullptr ? nullptr : rare_->on_error;
   if (on_error == nullptr) {
@@ -253,7 +253,8 @@ void Body::raise(CheckpointError error) {
 
 namespace {
 
-/// A generator that is an argument is drawn from as in forward. The default one is in any region.
+/// Keeps the numbers of a generator that is an argument the same as in forward. Any region keeps
+/// the default one.
 class GeneratorsKept {
  public:
   explicit GeneratorsKept(const Call& call) {
@@ -271,8 +272,8 @@ class GeneratorsKept {
   std::vector<std::unique_ptr<GeneratorGuard>> guards_;
 };
 
-/// A generator or a coroutine runs when the region is over, and drops nothing. Whether the program
-/// goes on.
+/// Warns of a generator or a coroutine, which runs when the region is over, and drops nothing.
+/// Returns whether the program continues.
 bool warn_of_late_function(PyObject* result) {
   const bool is_coroutine = PyCoro_CheckExact(result) != 0;
   if (!is_coroutine && PyGen_CheckExact(result) == 0 && PyAsyncGen_CheckExact(result) == 0)

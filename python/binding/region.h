@@ -18,7 +18,7 @@
 
 namespace remat::python {
 
-/// A call as CPython hands it over: `names` is a tuple of the names of the last arguments, or null.
+/// A call in CPython's form: `names` is a tuple of the names of the last arguments, or null.
 struct Call {
   PyObject* function;
   PyObject* const* arguments;
@@ -26,7 +26,7 @@ struct Call {
   PyObject* names;
   Py_ssize_t num_named() const { return names == nullptr ? 0 : PyTuple_GET_SIZE(names); }
   Py_ssize_t size() const { return num_positional + num_named(); }
-  /// The result as a new reference; null with a Python error set.
+  /// Calls it, and returns the result as a new reference; null with a Python error set.
   PyObject* run() const {
     return in_python([&] {
       return PyObject_Vectorcall(function, arguments, static_cast<std::size_t>(num_positional),
@@ -35,19 +35,20 @@ struct Call {
   }
 };
 
-/// Which arguments are inputs of a region. Other tensors are kept as they are, with their history.
+/// The choice of arguments that are inputs of a region. Other tensors are kept as they are, with
+/// their history.
 enum class InputArguments { Positional, All };
 
 // Note [The function's objects]
 // The graph owns the body, and Python's cyclic collector does not see through the graph. So a body
-// keeps what it was called with in an array of its own: no tuple, no dictionary, no closure that
+// keeps the arguments of its call in an array of its own: no tuple, no dictionary, no closure that
 // the collector would go through in every step. A tensor argument is taken out of the array while
 // the region waits, and its object made again for a recompute: it is the same object if the library
-// gives back the same tensor, as it does for leaves and for what needs no gradient. What else such
-// an object was, its class and its attributes, is kept beside. With InputArguments::All, a list,
-// dictionary or set among the arguments is kept as a copy of what it was, and each recompute gets a
-// copy of that: programs go on with theirs (a list of features to which each block's result is
-// appended), and so may the function. Upstream passes the object on as it is by then.
+// gives back the same tensor, as it does for leaves and for tensors that need no gradient. The
+// class and the attributes of such an object are kept beside. With InputArguments::All, a list,
+// dictionary or set among the arguments is kept as a copy of its first contents, and each recompute
+// gets a copy of that: programs continue with theirs (a list of features to which each block's
+// result is appended), and so may the function. Upstream passes the object on in its later state.
 
 // Note [Tensors held twice]
 // LibTorch takes the interpreter's lock each time a tensor that has an object in Python gets its
@@ -77,14 +78,15 @@ class Body final : public RegionBody {
   [[noreturn]] void raise(CheckpointError error) override;
   const TensorNames* tensor_names() const override { return modules_.get(); }
 
-  /// What recomputes run in, a context manager; and what is called with an error about the region,
-  /// to raise a better one. Null for none.
+  /// Sets the context manager of recomputes, and the function that is called with an error about
+  /// the region to raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
-  /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
+  /// Keeps forward's variables for recomputes, after forward: they find the earlier contents of
+  /// cells. See Note [Closures].
   void keep(std::unique_ptr<Closures> closures);
-  /// The module whose forward is the function, borrowed; null for other functions.
+  /// Returns the module whose forward is the function, borrowed; null for other functions.
   PyObject* module() const { return modules_ == nullptr ? nullptr : modules_->root(); }
-  /// Recomputes find the modules as they were.
+  /// Keeps the state of the modules for recomputes.
   void keep(std::unique_ptr<ModuleState> modules) { modules_ = std::move(modules); }
 
  private:
@@ -99,7 +101,7 @@ class Body final : public RegionBody {
     PyObject* on_error = nullptr;
     PyObject* device_context = nullptr;
     std::vector<Kind> kinds;
-    std::vector<std::size_t> containers;  // places in `kept_` of what is copied for each run
+    std::vector<std::size_t> containers;  // places in `kept_` of the objects that each run copies
   };
   Rare& rare() {
     if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
@@ -121,12 +123,12 @@ class Body final : public RegionBody {
 };
 
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error
-/// set. With the state of these modules, if there are some: recomputes find it as it was.
+/// set. Recomputes find the state of `modules`, if there are some, as forward found it.
 PyObject* run_region(const CheckpointOptions& options, const Call& call,
                      const std::vector<PyObject*>& modules = {});
 
-/// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do
-/// the same.
+/// Makes torch.compile leave the frames of this thread alone while alive: forward and recompute
+/// must do the same.
 class WithoutCompiler {
  public:
   WithoutCompiler();

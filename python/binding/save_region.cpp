@@ -1,4 +1,4 @@
-// `save_region`: a call whose results are kept, whatever a policy sees of it.
+// `save_region`: a call whose results are kept, although policies see nothing of it.
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -97,15 +97,15 @@ constexpr char text[] =
     R"(save_region(function_or_name, /, *args, **kwargs)
 --
 
-Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it returns, so
-that it is not run again. For kernels that no operator policy sees: custom Functions, calls past the
-dispatcher, communication. Outside of regions: `function(*args, **kwargs)`.
+Inside a region: keeps the tensors that autograd saves in `function(*args, **kwargs)` and its
+results, so that it is not run again. It serves kernels that no operator policy sees: custom
+Functions, calls past the dispatcher, communication. Outside of regions, calls the function.
 
 `save_region("attention.qkv", function, ...)`: a region's policy that knows names decides whether it
 is kept; otherwise `function` is an ordinary part of the region.
 
 Arguments that `function` saves or returns are not kept: the recompute has them. Results are
-released where no tensor is saved in the region after the call.
+released if no tensor is saved in the region after the call.
 
 It belongs to the innermost region; when the recompute of an enclosing one runs that region's
 forward again, `function` runs again. The result: a tensor, or tensors in tuples, lists and

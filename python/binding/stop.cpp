@@ -1,5 +1,5 @@
-// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where
-// its call returns.
+// The ends of a recompute of a Python function: by an error at an operator's boundary, or at the
+// return of its call.
 
 #include "stop.h"
 
@@ -25,7 +25,7 @@ std::bitset<256> followed;
 
 }  // namespace
 
-/// What is at work on this thread.
+/// The recompute and its parts that are at work on this thread.
 static thread_local Rerun* innermost = nullptr;
 
 Rerun::Rerun(const RegionBody* body)
@@ -78,11 +78,11 @@ bool Rerun::take_stop() {
   return false;
 }
 
-// ---- what is not swallowed ----------------------------------------------------------------------
+// ---- errors that are not swallowed --------------------------------------------------------------
 
 namespace {
 
-/// Exceptions in the order in which they are to be raised. Interpreter's lock; leaked.
+/// Exceptions in the order in which they will be raised. Interpreter's lock; leaked.
 std::deque<PyObject*>& to_raise() {
   static auto* const all = new std::deque<PyObject*>;
   return *all;
@@ -106,7 +106,7 @@ class Arriving final : public python_error {
   Arriving(const Arriving&) = default;
   Arriving& operator=(const Arriving&) = delete;
   ~Arriving() override {
-    if (type == nullptr) return;  // somebody has taken it
+    if (type == nullptr) return;  // a caller has taken it
     const Locked locked(Locked::AtEnd::GiveUp);
     if (!locked) return;
     const ErrorAside aside;
@@ -203,9 +203,9 @@ PyObject* Rerun::ask_in_trial(PyObject*, PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-/// Each of the trials calls `ask_in_trial` in another way, and goes on where that has not raised
-/// the stop. They run often enough for the interpreter to put other instructions in the place of
-/// those it was given.
+/// Runs the trials, each of which calls `ask_in_trial` in another way, and continues if that has
+/// not raised the stop. They run often enough for the interpreter to replace instructions by
+/// others.
 bool Rerun::can_ask() {
   enum class Trial { None, Failed, Passed };
   static Trial trial = Trial::None;
@@ -258,7 +258,7 @@ bool Rerun::stop_soon(const RegionBody*) { return false; }
 void add_stop() {
   main_thread =
       py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  // Whoever forks is the main thread of the new process.
+  // The thread that forks is the main thread of the new process.
   pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
 }
 

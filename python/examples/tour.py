@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What docs/from-python.md shows, as a program: each part of the package once."""
+"""The program of docs/from-python.md: each part of the package once."""
 
 import tempfile
 import zlib

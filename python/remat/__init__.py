@@ -1,4 +1,4 @@
-"""Activation checkpointing: what autograd would save is computed again in backward.
+"""Activation checkpointing: backward computes again the tensors that autograd would save.
 
 Three ways in. `remat.checkpoint(function, *args)` runs one call as a region. `remat.install()` puts
 remat under `torch.utils.checkpoint`, for existing programs. `with remat.budget("8 GiB"):` keeps any
@@ -7,13 +7,12 @@ program within a byte budget, without regions.
     loss = remat.checkpoint(block, x, name="block 3").sum()
     loss.backward()
 
-Threads: everything here may be called from any thread; a guard is the affair of the thread that
-entered it.
+Threads: all functions may be called from any thread; a guard belongs to the thread that entered it.
 """
 
 from __future__ import annotations
 
-# first: it says what is wrong if the extension does not fit
+# first: it reports an extension that does not match
 from ._extension import _remat as _remat
 from . import _build
 

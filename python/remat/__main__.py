@@ -1,12 +1,12 @@
-"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with
-remat installed, in the processes, too, that it starts by multiprocessing.
-`torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
+"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...` runs a program
+with remat installed, also in the processes that it starts by multiprocessing. `torchrun -m remat
+SCRIPT ARGUMENT...` runs each rank in this way.
 
-`python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main
-thread of each such process inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
+`python -m remat --budget TEXT SCRIPT ARGUMENT...` also runs it within a byte budget: the main
+thread of each such process runs inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
 
-`python -m remat --report ...` writes at its end what became of the calls of torch.utils.checkpoint:
-one line, as `remat.served()`.
+`python -m remat --report ...` writes at its end how the calls of torch.utils.checkpoint ran: the
+one line of `remat.served()`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _run_module: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # wh
 
 
 def _become_main() -> types.ModuleType:
-    """Puts in a new `__main__`. It stays when the program has ended: threads and `atexit` functions
-    of the program may look into it."""
+    """Installs a new `__main__`. It remains after the program has ended, since threads and `atexit`
+    functions of the program may read it."""
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __doc__=None)
     sys.modules["__main__"] = module

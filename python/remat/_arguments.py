@@ -1,5 +1,4 @@
-"""What arguments must be: one of a wrong type is refused where it is given, by its name, with what
-to give instead."""
+"""Types of arguments: a wrong one is refused at the call, by its name, with a hint."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ import torch.nn as nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 Bytes = Union[int, float]
-"""A whole number of bytes; 8e9 is one."""
+"""A whole number of bytes; 8e9 is valid."""
 
 
 class Kind(NamedTuple):
-    """What an argument with an annotation must be."""
+    """The rule for arguments with one annotation."""
 
     fits: Callable[[Any], bool]
     words: str
     read: Optional[Callable[[Any], Any]] = None
-    """What the function gets; None: the argument as it is."""
+    """The conversion of an argument before the function gets it; None: no conversion."""
 
 
 def _is_flag(value: Any) -> bool:
@@ -84,8 +83,8 @@ def of_class(kind: type, words: str) -> Kind:
     return Kind(lambda value: isinstance(value, kind), words)
 
 
-# By the text of the annotation. What stands here is checked, what does not is not:
-# tests/test_arguments.py lists those.
+# The rules by the text of the annotation. Other annotations are not checked:
+# tests/test_arguments.py lists their arguments.
 _KINDS = {
     "bool": Kind(_is_flag, "True or False"),
     "int": Kind(_is_int, "an int"),
@@ -113,14 +112,14 @@ _KINDS["M"] = _KINDS["nn.Module"]
 
 
 def add_kind(annotation: str, kind: Kind) -> None:
-    """What a source's own classes are called in its annotations."""
+    """Adds the rule for an annotation that names a class of the package."""
     _KINDS[annotation] = kind
     kind_of.cache_clear()
 
 
 @functools.cache
 def kind_of(annotation: str) -> Optional[Kind]:
-    """None if such arguments are not checked."""
+    """Returns the rule for an annotation, or None if such arguments are not checked."""
     if annotation.startswith("Callable["):
         return Kind(callable, "a function")
     inner = annotation.removeprefix("Optional[")
@@ -142,7 +141,7 @@ def kind_of(annotation: str) -> Optional[Kind]:
 
 
 def said(value: Any) -> str:
-    """A value in a message: by its class if it is long."""
+    """Returns the text for a value in a message: its class if the value is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -150,7 +149,7 @@ def said(value: Any) -> str:
 
 
 def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
-    """`user`: the function, as its callers write it."""
+    """Returns the error for a wrong argument. `user`: the function, as its callers write it."""
     text = f"{user}: {name} must be {words}, got {said(value)}"
     if isinstance(value, str) and words.startswith("a list"):
         text += f". Hint: pass [{value!r}]."
@@ -169,7 +168,7 @@ def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
 
 
 def check(user: str, name: str, annotation: str, value: Any) -> Any:
-    """The value as it is to be read. Raises TypeError if it is not what the annotation says."""
+    """Returns the converted value. Raises TypeError if it does not fit the annotation."""
     kind = kind_of(annotation)
     if kind is None:
         return value
@@ -179,14 +178,14 @@ def check(user: str, name: str, annotation: str, value: Any) -> Any:
 
 
 def check_fields(object: Any) -> None:
-    """The same for all fields of a dataclass."""
+    """Checks and converts all fields of a dataclass."""
     for name, annotation in type(object).__annotations__.items():
         read = check(f"remat.{type(object).__name__}", name, annotation, getattr(object, name))
         object.__dict__[name] = read  # it may be frozen
 
 
 def checked(function: F) -> F:
-    """`function`, whose arguments are checked first, by its own annotations."""
+    """Wraps `function` so that its arguments are first checked by its own annotations."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     user = f"remat.{function.__qualname__.removesuffix('.__init__')}"

@@ -97,7 +97,7 @@ class Budget(Guard):
         return report
 
     def reset(self) -> None:
-        """Starts peak and counts of that scope anew; the budget stays. Any thread."""
+        """Resets peak and counts of that scope; the budget stays. Any thread."""
         self._latest("reset").reset()
 
     def _repr_html_(self) -> str:
@@ -114,7 +114,7 @@ def budget(
     check_values: bool = False,
     moving: Optional[MoveOptions] = None,
 ) -> Budget:
-    """A scope in which tensors saved by autograd stay within a byte budget.
+    """Keeps tensors saved by autograd within a byte budget in a scope.
 
         with remat.budget("8 GiB") as budget:
             for batch in loader:
@@ -135,14 +135,14 @@ def budget(
     min_bytes: smaller tensors are never dropped [bytes]; None: a thousandth of the budget, at most
         64 KiB.
     check_values: for debugging: contents are hashed when dropped and compared when made again.
-    moving: where values may be copied away instead of being dropped, `MoveOptions(directory=...)`:
-        values whose copy takes less time than making them again, and values that cannot be made
-        again. An accelerator's values wait on the CPU without a directory. None: nothing moves.
+    moving: the place to which values may be copied instead of being dropped,
+        `MoveOptions(directory=...)`. It gets values whose copy takes less time than making them
+        again, and values that cannot be made again. An accelerator's values wait on the CPU without
+        a directory. None: nothing moves.
     Threads: the scope belongs to the thread that entered it and to the threads of its backwards.
-    Raises ValueError for a budget of 0 or less, an invalid text, "free" if the free memory is
-    unknown, and on entry for `moving` of the CPU without a directory, or one in which no file can
-    be made; CheckpointError (UNSUPPORTED) for a device whose memory is unknown, and inside a
-    region.
+    Raises ValueError for a budget of 0 or less, an invalid text, and "free" if the free memory is
+    unknown; on entry for `moving` of the CPU without a directory, or one in which no file can be
+    made. Raises CheckpointError (UNSUPPORTED) for a device of unknown memory, and inside a region.
     """
     if over not in ("continue", "throw"):
         raise ValueError(f"remat.budget: over must be 'continue' or 'throw', got {over!r}")

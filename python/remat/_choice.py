@@ -1,4 +1,4 @@
-"""Which modules of a tree are meant: by path, by class, by a function, every n-th."""
+"""Choices of modules in a tree: by path, by class, by a function, every n-th."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class ModuleChoice(NamedTuple):
     """A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character but a
     dot; with `|` between several. It never means the root."""
     types: Types = ()
-    """Classes (what derives from them, too) and names of classes, which may be patterns; with `|`
-    between several."""
+    """Classes with their subclasses, and names of classes, also patterns; with `|` between
+    several."""
     predicate: Union[Callable[[str, nn.Module], bool], None] = None
-    """Asked last, with the path and the module."""
+    """A function of the path and the module, called after the other conditions."""
     every: int = 1
-    """Of what fits the rest, in the order of the tree: the first and every n-th after it."""
+    """The step among the modules that fit the rest, in the order of the tree: the first and every
+    n-th after it are chosen."""
     policy: Any = None
-    """Of the chosen modules' regions: what `checkpoint` takes as its `policy`."""
+    """The policy of the chosen modules' regions, in the form that `checkpoint` takes."""
 
     @staticmethod
     @checked
     def parse(text: str) -> ModuleChoice:
-        """Makes one of `key=value` with commas between; the keys are name, type, every and policy
-        (text for `Policy.parse`, without commas). Raises ValueError."""
+        """Makes a choice from `key=value` with commas between; the keys are name, type, every and
+        policy (text for `Policy.parse`, without commas). Raises ValueError."""
         if not text.strip():
             raise ValueError(f"remat.ModuleChoice.parse: the text was empty. {_CONDITIONS}")
         found: dict[str, str] = {}
@@ -98,8 +99,8 @@ class ModuleChoice(NamedTuple):
         return ",".join(parts)
 
     def chosen(self, root: nn.Module, verb: str) -> list[tuple[str, nn.Module]]:
-        """(path, module) of each that is meant. Raises ValueError if it is wrong or means none;
-        `verb` is who asks."""
+        """Returns (path, module) of each chosen module. Raises ValueError if the choice is wrong or
+        fits no module; `verb` is the calling function."""
         for field, annotation in (("name", "str"), ("types", "Types"), ("every", "int")):
             check(verb, field, annotation, getattr(self, field))
         types = _listed(self.types)
@@ -142,7 +143,7 @@ class ModuleChoice(NamedTuple):
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class, without regions."""
+    """Returns the name of a module's class, without regions."""
     return type(module).__name__
 
 
@@ -162,7 +163,7 @@ def _is_of(module: nn.Module, wanted: Union[str, type[nn.Module]]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(patterns: str, separator: str) -> re.Pattern[str]:
-    """`*` does not pass the separator, `**` does; without one they are the same."""
+    """Compiles patterns. `*` does not match the separator, `**` does; without one both do."""
     inside = f"[^{re.escape(separator)}]" if separator else "."
     found = []
     for pattern in patterns.split("|"):

@@ -1,4 +1,4 @@
-"""`checkpoint` where torch.compile or a strict export traces: a region of upstream's."""
+"""`checkpoint` under the tracing of torch.compile or a strict export: a region of upstream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECKS = ("name", "determinism_check", "capture_check", "offload_prefetch_depth
 
 
 def _traced(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """torch._dynamo traces this instead of `checkpoint`. Breaks the graph for other options."""
+    """Replaces `checkpoint` in torch._dynamo's traces. Breaks the graph for other options."""
     for name, value in _PLAIN.items():
         if kwargs.pop(name, value) != value:
             torch._dynamo.graph_break(
@@ -35,13 +35,13 @@ def _traced(function: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def register() -> None:
-    """Tells torch._dynamo, which is there."""
+    """Registers the substitute with torch._dynamo, which is already imported."""
     substitute: Any = torch.compiler.substitute_in_graph
     substitute(checkpoint, skip_signature_check=True)(_traced)
 
 
 class _Registering(Loader):
-    """Loads torch._dynamo, and registers."""
+    """A loader that loads torch._dynamo, and then registers the substitute."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -55,7 +55,8 @@ class _Registering(Loader):
 
 
 class _WhenImported(MetaPathFinder):
-    """Waits for the import of torch._dynamo, which takes seconds: many programs need none."""
+    """A finder that waits for torch._dynamo: its import takes seconds, and many programs never do
+    it."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
         if fullname != "torch._dynamo":
@@ -68,7 +69,7 @@ class _WhenImported(MetaPathFinder):
 
 
 def register_when_imported() -> None:
-    """Calls `register` now, or once torch._dynamo is there."""
+    """Calls `register` now, or when torch._dynamo is imported."""
     if not hasattr(torch.compiler, "substitute_in_graph"):  # before 2.6
         return
     if "torch._dynamo" in sys.modules:

@@ -1,4 +1,4 @@
-"""What stages and chains cost, and where what a plan moves waits."""
+"""Costs of stages and chains, and options of moving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Any)
 
 
 def _whole(cost: T) -> T:
-    """A cost whose numbers of bytes are ints."""
+    """Returns the cost with numbers of bytes as ints."""
     found = {
         name: value
         for name, value in cost._asdict().items()
@@ -27,8 +27,8 @@ def _whole(cost: T) -> T:
 
 
 class StageCost(NamedTuple):
-    """What one stage of a chain costs; each storage once. Parameters and their gradients are in no
-    budget."""
+    """Costs of one stage of a chain, each storage once. Parameters and their gradients do not
+    count."""
 
     forward_s: float = 0.0
     """[seconds] of a forward in grad mode."""
@@ -37,55 +37,55 @@ class StageCost(NamedTuple):
     forward_to_last_save_s: float = -1.0
     """[seconds] of a forward that ends at the stage's last save. Negative: `forward_s`."""
     output_bytes: int = 0
-    """[bytes] that the stage returns."""
+    """[bytes] of the stage's result."""
     saved_bytes: int = 0
     """[bytes] that autograd keeps and that are neither input nor output nor parameters."""
     forward_tmp_bytes: int = 0
     """[bytes] at the peak of a forward that saves, beyond all that is named here."""
     backward_tmp_bytes: int = 0
-    """The same of a backward."""
+    """[bytes] at the peak of a backward, beyond all that is named here."""
     grad_bytes: int = 0
     """[bytes] of the output's gradient."""
     saves_output: bool = True
-    """Whether the output is among what autograd keeps of the stage."""
+    """True if autograd keeps the output among the stage's saved tensors."""
     unsaved_tmp_bytes: int = -1
-    """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
+    """[bytes] that replace `forward_tmp_bytes` if nothing is saved. Negative: the same."""
     movable_bytes: int = 0
-    """[bytes] of `saved_bytes` that go away when what the stage saves is moved."""
+    """[bytes] of `saved_bytes` that are freed when the stage's saved tensors are moved."""
     has_movable_output: bool = False
-    """Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves
+    """True if `output_bytes` are freed when the next stage, or a region that begins with it, moves
     its input."""
     first_read_tmp_bytes: int = 0
-    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads what autograd
-    keeps: a region that ends with the stage is computed again beside it."""
+    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads a saved tensor. A
+    region that ends with the stage is recomputed while they are alive."""
     stopped_tmp_bytes: int = -1
-    """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond
-    `saved_bytes`, and the output if autograd keeps it. Negative: the same."""
+    """[bytes] that replace `forward_tmp_bytes` in a recompute that early stop ends in the stage:
+    beyond `saved_bytes`, and the output if autograd keeps it. Negative: the same."""
     saves_input: bool = True
-    """Whether the input is among what autograd keeps of the stage. If not, it goes away when the
-    stage has run forward, unless others hold it: the stage before it, which saves its output, the
-    caller, or a region that begins with the stage and is in no other one."""
+    """True if autograd keeps the input among the stage's saved tensors. Otherwise it is freed when
+    the stage has run forward, unless it has another owner: the stage before it, which saves its
+    output, the caller, or an outermost region that begins with the stage."""
     backward_bytes: int = -1
-    """[bytes] of all that there is of the stage at the peak of its backward, but for the input,
-    which others hold. Negative: the sum of what is named here."""
+    """[bytes] of the whole stage at the peak of its backward, without the input, which has other
+    owners. Negative: the sum of the bytes named here."""
     region_backward_bytes: int = -1
-    """The same with the input, which a region holds that begins with the stage. Negative: both
-    together."""
+    """[bytes] as `backward_bytes`, with the input, which is held by a region that begins with the
+    stage. Negative: both together."""
     lone_backward_bytes: int = -1
-    """The same with the input, if autograd keeps it, when nobody else holds it. Negative: both
-    together."""
+    """[bytes] as `backward_bytes`, with the input, if autograd keeps it and is its only owner.
+    Negative: both together."""
 
 
 class MoveCost(NamedTuple):
-    """What it costs to copy saved tensors to where they wait, and back."""
+    """Costs of copies of saved tensors to their place, and back."""
 
     store_s_per_byte: float = 0.0
-    """[seconds per byte] of copies there, with nothing beside them."""
+    """[seconds per byte] of copies there, without concurrent work."""
     load_s_per_byte: float = 0.0
     """[seconds per byte] of copies back."""
     held_up_share: float = 0.0
-    """By which share of these seconds the program takes longer beside which they run; above 1 where
-    preparing copies takes longer than copying."""
+    """The share of these seconds by which copies delay the concurrent program; above 1 if preparing
+    copies takes longer than copying."""
 
 
 class ChainCost(NamedTuple):
@@ -94,21 +94,20 @@ class ChainCost(NamedTuple):
     input_bytes: int = 0
     """[bytes], for the record: budgets do not count the input."""
     input_grad_bytes: int = 0
-    """[bytes] of the gradient of the input; 0 if it takes none."""
+    """[bytes] of the gradient of the input; 0 if it has no gradient."""
     stages: tuple[StageCost, ...] = ()
     rounding: float = 0.0
-    """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it;
-    `free_budget` takes it off."""
+    """The share that the allocator adds to requests. `free_budget` subtracts it, budgets do not
+    count it."""
     moving: Optional[MoveCost] = None
-    """None: nothing moves."""
+    """The cost of moving; None: no tensor moves."""
     cached_cast_bytes: int = 0
-    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is
-    around all of them. They count in every peak, from beginning to end, and are in no stage's
-    bytes."""
+    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, if autocast
+    encloses all stages. They count in every peak, from beginning to end, and not in the bytes of
+    stages."""
     held_to_end_bytes: int = 0
-    """[bytes] that the caller of `backward()` has of the last stage until it returns: the result
-    and its gradient. They count in the peaks of all stages before that one, when they run
-    backward."""
+    """[bytes] of the last stage that the caller of `backward()` holds until it returns: the result
+    and its gradient. They count in the backward peaks of all earlier stages."""
 
     @classmethod
     def _of(cls, numbers: Any) -> ChainCost:
@@ -117,22 +116,22 @@ class ChainCost(NamedTuple):
         return cost._replace(stages=tuple(StageCost(*each) for each in cost.stages), moving=moving)
 
     def _read(self) -> ChainCost:
-        """The same with whole numbers of bytes. Raises TypeError for others."""
+        """Returns the cost with whole numbers of bytes. Raises TypeError for others."""
         return _whole(self)._replace(stages=tuple(map(_whole, self.stages)))
 
 
 @dataclass(frozen=True)
 class MoveOptions:
-    """Where waits what a plan moves: `measure(..., moving=MoveOptions(directory="/nvme"))`, of
-    `fit` and `run`, too."""
+    """Options of the place where a plan's moved tensors wait, for `measure`, `fit` and `run`:
+    `measure(..., moving=MoveOptions(directory="/nvme"))`."""
 
     directory: Optional[Path] = None
-    """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's
-    tensors wait on the CPU, and the CPU's own do not move."""
+    """The folder of a file without a name (as with `save_on_disk`); it must exist. None: an
+    accelerator's tensors wait on the CPU, and the CPU's own do not move."""
     min_bytes: Bytes = 1 << 16
     """[bytes]; smaller tensors stay."""
     pin_memory: bool = True
-    """Copies between accelerator and CPU use page-locked memory, if there is some."""
+    """True: copies between accelerator and CPU use page-locked memory, if it is available."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -17,7 +17,7 @@ Gradients = Union[Optional[torch.Tensor], "tuple[Optional[torch.Tensor], ...]"]
 
 
 class _Autocast:
-    """The state of autocast, of each kind of device that a rule may run on."""
+    """The autocast state of each kind of device that a rule may run on."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         kinds = dict.fromkeys(
@@ -44,7 +44,7 @@ def _unsupported(fact: str, cause: str, hint: str) -> CheckpointError:
 
 
 def _is_same_again(small: Any, again: Any) -> bool:
-    """Kernels may round differently."""
+    """Compares two results with a tolerance, since kernels may round differently."""
     if not isinstance(small, torch.Tensor) or not isinstance(again, torch.Tensor):
         return type(small) is type(again)
     if small.shape != again.shape or small.dtype != again.dtype:
@@ -80,7 +80,7 @@ def _check_again(small: tuple[Any, ...], again: tuple[Any, ...], inputs: tuple[A
 
 
 class _Saved:
-    """Values of which a node saves the tensors as autograd does, and keeps the others."""
+    """Values of a node: it saves the tensors as autograd does, and keeps the others."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.others = [None if isinstance(each, torch.Tensor) else (each,) for each in values]
@@ -152,12 +152,12 @@ def custom_function(
     rematerialize: Callable[[tuple[Any, ...], tuple[Any, ...]], Any],
     backward: Callable[[Any, tuple[torch.Tensor, ...]], Gradients],
 ) -> CustomFunction:
-    """A function that rebuilds in backward the tensors that it needs, by a rule of its own.
+    """Makes a function that rebuilds in backward the tensors that it needs, by a rule of its own.
 
     `forward(*inputs)` returns (outputs, small); `rematerialize(small, inputs)` rebuilds from these
-    what backward needs; and `backward(saved, gradients)` is the usual formula over it, which
-    returns a gradient for each input. An attention keeps the log-sum-exp of its scores in this way
-    instead of its probabilities.
+    the values that backward needs; and `backward(saved, gradients)` is the usual formula over it,
+    which returns a gradient for each input. An attention keeps the log-sum-exp of its scores in
+    this way instead of its probabilities.
 
     The three run with grad mode off, except in a backward with `create_graph`: that runs all three
     with grad mode on, `forward` included, and autograd differentiates their operators. So `forward`
@@ -166,11 +166,11 @@ def custom_function(
 
     Memory: the graph keeps the inputs and the small tensors, as autograd saves tensors: in a region
     they are computed again, and hooks may move them.
-    With grad mode off, without an input that requires grad, inside torch.func's transforms and with
-    forward-mode tangents only `forward` runs, in the grad mode around.
+    Only `forward` runs, in the caller's grad mode, if grad mode is off, if no input requires grad,
+    inside torch.func's transforms and with forward-mode tangents.
     Raises, in backward: ValueError for another number of gradients than inputs; with `create_graph`
     CheckpointError (UNSUPPORTED) if `forward`, run again, gives other small tensors (it drew random
     numbers), or one without a gradient.
-    Threads: any; the three run on the thread of the backward that asks.
+    Threads: any; the three run on the thread of the backward that reads.
     """
     return CustomFunction(forward, rematerialize, backward)

@@ -1,4 +1,4 @@
-"""The library's dispatch mode as code of Python meets it, while a region with a policy runs."""
+"""The library's dispatch mode as Python code sees it, while a region with a policy runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SeesOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators never come here: the library handles them before, natively. What does come is what
-    torch asks the topmost mode without the dispatcher: operators of higher order, and what classes
-    of tensors say of themselves. That is done as it is, with the mode off, in forward and in
-    recomputes alike: nothing of it is kept."""
+    """A mode that operators never reach: the library handles them before, natively. It gets calls
+    that torch sends to the topmost mode without the dispatcher: operators of higher order, and
+    methods of tensor classes. Such a call runs unchanged, with the mode off, in forward and in
+    recomputes alike: no result of it is kept."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""remat under torch.utils.checkpoint, for programs that are written already."""
+"""The drop-in: remat under torch.utils.checkpoint, for existing programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _with_hooks = [0]  # calls with respect_saved_tensors_hooks and a context_fn
 
 # ---- the function that makes a region ------------------------------------------------------------
 
-# Of a region, before the function's arguments, as the extension has them.
+# The settings of a region, before the function's arguments, in the extension's order.
 _SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _noop, _default = upstream.noop_context_fn, upstream._DEFAULT_DETERMINISM_MODE
 
@@ -83,7 +83,7 @@ else:  # before 2.8 only a switch of the process decides about the early stop
 
 
 def _is_called_by_upstream(name: str) -> bool:
-    """Whether what `torch.utils.checkpoint.checkpoint` runs calls the function of that name."""
+    """Returns whether `torch.utils.checkpoint.checkpoint` calls the function of that name."""
     seen: set[str] = set()
     left = ["checkpoint"]
     while left:
@@ -120,7 +120,7 @@ _in_upstreams_way: Any = None
 
 
 def _pass_on(*args: Any, **kwargs: Any) -> Any:
-    """Upstream's own way with a call of `checkpoint`."""
+    """Runs a call of `checkpoint` in upstream's own way."""
     global _in_upstreams_way
     if _in_upstreams_way is None:
         import torch._dynamo
@@ -148,11 +148,11 @@ def _leave_calls() -> None:
         _function.__dict__[_DISABLED] = _in_upstreams_way
 
 
-# ---- what the extension asks of upstream ---------------------------------------------------------
+# ---- calls of upstream by the extension ---------------------------------------------------------
 
 
 def _is_tracing() -> bool:
-    """Whether torch.compile or make_fx traces here: asked only while a dispatch mode is on."""
+    """Returns whether torch.compile or make_fx traces here. Called only inside a dispatch mode."""
     is_non_strict = getattr(torch.compiler, "_is_non_strict_tracing", None)  # LibTorch 2.12
     if is_non_strict is not None and is_non_strict():
         return True
@@ -206,11 +206,11 @@ def _exit_both(self: Any, *args: Any) -> None:
     _exit_group(self, *args)
 
 
-# ---- putting it in -------------------------------------------------------------------------------
+# ---- installing -------------------------------------------------------------------------------
 
 
 def _replace(old: Any, new: Any) -> None:
-    """In torch.utils.checkpoint, and wherever the name was imported from it."""
+    """Replaces the function in torch.utils.checkpoint, and in all modules that imported it."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict) and names.get(_NAME) is old:
@@ -221,14 +221,14 @@ _budgets: list[Optional[Budget]] = []  # one for each `install`
 
 
 def _close_budgets() -> None:
-    """Closes what is open when the interpreter ends."""
+    """Closes the open budgets when the interpreter ends."""
     while _budgets:
         budget = _budgets.pop()
         if budget is not None:
             budget.__exit__()
 
 
-# ---- what became of calls ------------------------------------------------------------------------
+# ---- counts of calls ------------------------------------------------------------------------
 
 _ways = (
     "regions", "re-entrant", "compiled autograd", "functorch or forward-mode AD",
@@ -237,12 +237,12 @@ _ways = (
 
 
 class Served(NamedTuple):
-    """What the drop-in made of calls of `torch.utils.checkpoint` since the process began.
+    """Counts of the drop-in: how calls of `torch.utils.checkpoint` ran since the process began.
 
     `str` is one line."""
 
     regions: int
-    """Calls that ran on remat. (Calls without grad mode, which are no regions, are among them.)"""
+    """Calls that ran on remat. They include calls without grad mode, which are not regions."""
     passed_on: dict[str, int]
     """Calls that ran on torch's own code, by the reason. Re-entrant ones are counted before torch
     2.14 only; calls that torch.compile traces itself never get here."""
@@ -266,7 +266,7 @@ class Served(NamedTuple):
 
 
 def served() -> Served:
-    """What `install` has made of the program's calls, and why."""
+    """Returns how the program's calls ran under `install`, and why."""
     regions, *others = _remat._calls_by_way()
     passed_on = {way: count for way, count in zip(_ways[1:], others) if count}
     if _with_hooks[0]:
@@ -284,16 +284,16 @@ def _report() -> None:
 def install(
     *, native_policy_functions: bool = True, budget: Optional[Budgeted] = None, report: bool = False
 ) -> None:
-    """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the
+    """Runs regions of `torch.utils.checkpoint` (use_reentrant=False) on remat from now on, in the
     whole process.
 
-    That holds for whoever imported it before or imports it later: transformers, Lightning,
-    torchtune, the wrappers of FSDP, the composable `checkpoint`, `checkpoint_sequential`.
-    Re-entrant calls, calls that torch.compile traces and compiled autograd stay with upstream's
-    code. Regions that are alive stay what they are. Each call asks for one `uninstall`. Threads:
-    any.
+    It covers all code that imported the function before or imports it later: transformers,
+    Lightning, torchtune, the wrappers of FSDP, the composable `checkpoint`,
+    `checkpoint_sequential`. Re-entrant calls, calls that torch.compile traces and compiled autograd
+    stay with upstream's code. Existing regions do not change. Each call needs one matching
+    `uninstall`. Threads: any.
 
-    native_policy_functions: policy functions of selective contexts that do not look at operators'
+    native_policy_functions: policy functions of selective contexts that do not read operators'
         results run as native policies. False, until the last `uninstall`: all run in upstream's
         modes.
     budget: open `remat.budget(budget)` on this thread until the matching `uninstall`, which must be
@@ -332,7 +332,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Takes one `install` back. Does nothing where there is none."""
+    """Reverts one `install`. Does nothing without one."""
     global _num_installed
     with _lock:
         if _num_installed == 0:
@@ -344,7 +344,7 @@ def uninstall() -> None:
         if _num_installed > 0:
             return
         asks_functions.clear()
-        # who has imported the name meanwhile gets upstream's code through it
+        # code that has imported the name meanwhile gets upstream's function through it
         _remat._turn_drop_in(False)
         _replace(_region, _replaced)
         if _takes_calls:
@@ -354,8 +354,7 @@ def uninstall() -> None:
 
 
 class _Inherited:
-    """What the processes that this one starts by multiprocessing inherit: made again there, it
-    installs."""
+    """The object that processes started by multiprocessing inherit: unpickling it installs."""
 
     def __init__(self, budget: Optional[Budgeted]) -> None:
         self.budget = budget
@@ -374,9 +373,9 @@ def install_in_children(budget: Optional[Budgeted] = None) -> None:
     """Installs in all processes that `multiprocessing` starts from now on, and in those that they
     start.
 
-    A forked one has what this one has. To one that is spawned, or forked by a server, its process
-    object is sent, once it has imported the program; with what is in the configuration that
-    processes inherit from the one that makes them.
+    A forked process inherits the state of this one. A process that is spawned, or forked by a
+    server, receives its process object once it has imported the program. That object carries the
+    configuration that processes inherit from their parent.
     """
     from multiprocessing import process
 
@@ -384,7 +383,7 @@ def install_in_children(budget: Optional[Budgeted] = None) -> None:
 
 
 def is_installed() -> bool:
-    """Whether `torch.utils.checkpoint` runs on remat now."""
+    """Returns whether `torch.utils.checkpoint` runs on remat now."""
     return _num_installed > 0
 
 
@@ -393,7 +392,7 @@ def is_installed() -> bool:
 def installed(
     *, native_policy_functions: bool = True, budget: Optional[Budgeted] = None
 ) -> Iterator[None]:
-    """`install` for the time of a `with`, in the whole process."""
+    """Calls `install` for the time of a `with`, in the whole process."""
     install(native_policy_functions=native_policy_functions, budget=budget)
     try:
         yield

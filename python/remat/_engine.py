@@ -1,5 +1,4 @@
-"""Puts a method in front of torch's engine object, so that open regions see the backwards that
-Python begins."""
+"""A method in front of torch's engine, by which open regions see backwards that Python begins."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch.autograd import Variable
 
 
 def put_in_front(extension: Any) -> None:
-    """Once for the process, at import. Outside of regions a backward costs one call more."""
+    """Installs the method, once in a process. Outside of regions a backward costs one call more."""
     extension._set_names(engine_run_backward=Variable._execution_engine.run_backward)
 
     class Engine(_ImperativeEngine):

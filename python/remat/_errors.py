@@ -1,4 +1,4 @@
-"""Errors about regions, and what ends a recompute."""
+"""Errors about regions, and the exception that ends a recompute."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class StopRecompute(upstream._StopRecomputationError):
     """Ends a recompute that has all it needs. Raised by an operator inside a region's function, in
     backward.
 
-    Code that catches it and goes on does no harm.
+    Code that catches it and continues does no harm.
     """
 
 
 class ErrorKind(enum.Enum):
-    """What went wrong."""
+    """Kinds of a CheckpointError."""
 
     FEWER_TENSORS = 0
     """The recompute saved fewer tensors than forward."""
     MORE_TENSORS = 1
-    """It tried to save more; seen only with early stop off."""
+    """The recompute tried to save more tensors; detected only with early stop off."""
     METADATA_MISMATCH = 2
-    """Other shape, dtype, device, or strides ("layout")."""
+    """A recomputed tensor has another shape, dtype, device, or strides ("layout")."""
     VALUE_MISMATCH = 3
-    """Other elements ("values"), or changed in place after the save."""
+    """A recomputed tensor has other elements ("values"), or was changed in place after the save."""
     CAPTURE_CHANGED = 4
-    """A parameter, buffer or captured tensor is not what forward used."""
+    """A parameter, buffer or captured tensor differs from the one that forward used."""
     DOUBLE_UNPACK = 5
-    """With `strict_unpack`: read twice in one backward."""
+    """A saved tensor was read twice in one backward, with `strict_unpack`."""
     SELECTIVE_MISMATCH = 6
     """A recompute asks for a result that forward did not keep."""
     SELECTIVE_MUTATION = 7
@@ -44,41 +44,41 @@ class ErrorKind(enum.Enum):
     RECOMPUTE_FAILED = 10
     """The recompute could not be completed."""
     INPUT_CHANGED = 11
-    """An argument of the region is not what the call was given."""
+    """An argument of the region has changed since the call."""
 
 
 class Mismatch(NamedTuple):
-    """One saved tensor that differs. The operators are known with `debug`; without, of some tensors
-    the node of forward's, such as "ConvolutionBackward0"; else they are ''."""
+    """One saved tensor that differs. The operators are known with `debug`. Without it, `forward_op`
+    is the node of some tensors, such as "ConvolutionBackward0"; otherwise both are ''."""
 
     position: int
-    """Of the saved tensor in its region, from 0; -1: the region does not save it."""
+    """The position of the saved tensor in its region, from 0; -1: the region does not save it."""
     forward: str
     recompute: str
     forward_op: str
     recompute_op: str
     forward_tensor: str = ""
     """The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of Block"; ''
-    if it was none of a module that the region knows."""
+    if it does not belong to a module that the region knows."""
     recompute_tensor: str = ""
-    """The same of the recompute."""
+    """The parameter or buffer that the recompute saved, in the same form."""
 
 
 class CheckpointError(upstream.CheckpointError):
     """A recompute and its forward differ, or a region cannot go on.
 
-    Raised by `checkpoint` and by backward. What the region's function itself raises arrives as it
-    is.
+    Raised by `checkpoint` and by backward. Exceptions of the region's function itself pass
+    unchanged.
     """
 
     kind: ErrorKind = ErrorKind.RECOMPUTE_FAILED
     region: str = ""
-    """The region's name, '' if it has none."""
+    """The region's name, '' without one."""
     frame_id: int = -1
     forward_count: int = -1
-    """Tensors that forward saved, -1 where it has no meaning."""
+    """Tensors that forward saved, -1 if it has no meaning."""
     recompute_count: int = -1
-    """Tensors that the recompute saved, -1 where it has no meaning."""
+    """Tensors that the recompute saved, -1 if it has no meaning."""
     mismatches: tuple[Mismatch, ...] = ()
 
 
@@ -92,13 +92,12 @@ class BudgetExceeded(torch.OutOfMemoryError):
     needed_bytes: int = -1
     """The budget that would have been enough for this allocation [bytes]."""
     floor_bytes: int = -1
-    """As the report says [bytes]."""
+    """The `floor_bytes` of the report [bytes]."""
 
 
-# What the library's texts say to C++ programs, in Python's words: phrases first, then what is left
-# of single names.
+# Texts of the library for C++ programs, in Python's words: phrases first, then single names.
 _PHRASES = (
-    # Of warnings.
+    # Phrases of warnings.
     ("an exception from a RecomputeObserver's end was ignored",
      "an exception from the `end` of observe_recomputes was ignored"),
     ("remat: a StateProvider could", "remat.state_provider: a provider could"),
@@ -108,7 +107,7 @@ _PHRASES = (
      "(in a tuple, a list, a dictionary, a dataclass)"),
     ("a member that holds an attention map", "an attribute that holds an attention map"),
     ("only if !remat::is_recomputing()", "only if not remat.is_recomputing()"),
-    # Of errors, and of both.
+    # Phrases of errors, and of both.
     ("remat::checkpoint: ", "torch.utils.checkpoint: "),
     ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", 'input_mode="copy_on_write"'),
     ("cannot be stopped (a noexcept function)", "cannot be stopped"),
@@ -168,7 +167,7 @@ WORDS_OF_WARNINGS = [
 
 
 def in_python_words(text: str) -> str:
-    """A text of the library, as one who calls it from Python would say it."""
+    """Translates a text of the library into the names of the Python package."""
     for theirs, ours in _PHRASES:
         text = text.replace(theirs, ours)
     for pattern, name in _NAMES:
@@ -177,14 +176,13 @@ def in_python_words(text: str) -> str:
 
 
 def said_in_python(error: Exception) -> Exception:
-    """An error of the extension, or the same in Python's words. Errors of the program have words of
-    their own."""
+    """Returns an error of the extension, translated. Errors of the program are unchanged."""
     if type(error) not in (ValueError, RuntimeError) or not str(error).startswith("remat::"):
         return error
     return type(error)(in_python_words(str(error)))
 
 
-# Where torch.utils.checkpoint puts numbers into its text, so do we: programs look for them.
+# Numbers in the text as in that of torch.utils.checkpoint: programs look for them.
 _COUNTS = (
     "Number of tensors saved during forward: {}\n"
     "Number of tensors saved during recomputation: {}.\n"
@@ -200,8 +198,8 @@ def make_error(
     recompute_count: int,
     mismatches: list[tuple[int, str, str, str, str, str, str]],
 ) -> CheckpointError:
-    """The exception for an error of the library; its first line is that of torch.utils.checkpoint,
-    where there is one."""
+    """Returns the exception for an error of the library. Its first line is that of
+    torch.utils.checkpoint, if that has one."""
     text = in_python_words(text)
     if kind == ErrorKind.FEWER_TENSORS.value:
         fact, _, rest = text.partition("\n")
@@ -216,7 +214,7 @@ def make_error(
 
 
 def make_budget_error(text: str, needed_bytes: int, floor_bytes: int) -> Exception:
-    """Returns the exception for an error of a budget. Negative bytes: not out of an allocation."""
+    """Returns the exception for an error of a budget. Negative bytes: it is of no allocation."""
     text = in_python_words(text)
     if needed_bytes < 0:
         return RuntimeError(text)

@@ -1,5 +1,4 @@
-"""Loads the extension module, if it fits to the torch that is here; and tells it what it needs of
-Python."""
+"""Loads the extension, if it matches the installed torch, and gives it its objects of Python."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ from ._hooks import note_hooks_of  # noqa: E402
 def _run_in(
     recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Runs a recompute inside the contexts that its region has, in the order of
-    torch.utils.checkpoint."""
+    """Runs a recompute inside the contexts of its region, in torch.utils.checkpoint's order."""
     none = contextlib.nullcontext()
     with (
         none if recompute_context is None else recompute_context,
@@ -71,14 +69,15 @@ def _run_in(
 
 
 class _FunctionModes:
-    """The function modes around a region, for its recomputes: `device`, or None, is entered again;
-    the others must be active."""
+    """The function modes around a region, for its recomputes: `device`, if not None, is entered
+    again; the others must be active."""
 
     __slots__ = ("device", "others")
 
     def __init__(self, device: Any, others: list[Any]) -> None:
         self.device = device
-        # Weakly: a mode that keeps what it sees would keep the graph, and that this.
+        # Weak references: a mode that keeps the tensors it sees would keep the graph, and the graph
+        # this.
         self.others = [(weakref.ref(mode), type(mode).__name__) for mode in others]
 
     def __enter__(self) -> None:
@@ -102,7 +101,7 @@ class _FunctionModes:
 
 
 def _function_modes() -> tuple[Any, list[Any]]:
-    """The innermost `with torch.device(...)` or default device, or None; and the other function
+    """Returns the innermost `torch.device` context or default device, and the other function
     modes."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
@@ -117,20 +116,19 @@ def _function_modes() -> tuple[Any, list[Any]]:
 
 
 def _device_context(is_own: bool = False) -> Any:
-    """The context of recomputes; for a region of `remat.checkpoint` with the other function
-    modes."""
+    """Returns the context of recomputes; for `remat.checkpoint` with the other function modes."""
     device, others = _function_modes()
     return _FunctionModes(device, others) if others and is_own else device
 
 
 class _Calling:
-    """Calls `ask` as a method."""
+    """An object that calls `ask` as a method."""
 
     def __init__(self, ask: Any) -> None:
         self.ask = ask
 
 
-# Programs call operators in these ways; each goes on where the call has not raised.
+# The ways in which programs call operators; each continues if the call has not raised.
 _STOP_TRIALS = (
     lambda ask: (ask(), 1),
     lambda ask: (ask(1), 1),

@@ -1,5 +1,4 @@
-"""`fit`: measures a chain, finds the fastest regions for a byte budget, applies them, and says what
-it chose."""
+"""`fit`: measures a chain, finds the fastest regions for a byte budget, and applies them."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _FRAME_COST_S = 15e-6  # of one region, in Python
 
 
 class PlannedChain:
-    """What a Sequential runs with: its children are looked up at each call."""
+    """The plan and options that a Sequential runs with; its children are looked up at each call."""
 
     moving: Optional[MoveOptions] = None  # of chains that were pickled before there was one
 
@@ -43,7 +42,7 @@ def _children(sequential: nn.Module) -> list[Stage]:
 
 
 def _way_of(plan: Plan, number: int) -> str:
-    """What a plan does to what a stage saves, in words."""
+    """Returns in words how a plan treats a stage's saved tensors."""
     for region in plan.regions:
         if not region.first <= number <= region.last:
             continue
@@ -62,8 +61,7 @@ def _text_of_copies(moving: MoveCost) -> str:
 
 
 class Fitted:
-    """What `fit` chose. A function: `fitted(x)` runs the chain as planned. `str` makes tables of
-    it."""
+    """The choice of `fit`. `fitted(x)` runs the chain as planned. `str` makes tables of it."""
 
     def __init__(
         self,
@@ -80,29 +78,28 @@ class Fitted:
     ) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
-        """As asked for [bytes]."""
+        """The requested budget [bytes]."""
         self.cost = cost
-        """What was measured."""
+        """The measured costs."""
         self.frontier = frontier
-        """The least time for every budget."""
+        """The frontier: the least time for every budget."""
         self.plan = plan
-        """What was chosen."""
+        """The chosen plan."""
         self.measured_bytes = measured_bytes
-        """[bytes] that a step had at its peak on the sample's device; None without `verify`."""
+        """[bytes] at the peak of a step on the sample's device; None without `verify`."""
         self.moving = moving
-        """Where waits what the plan moves."""
+        """The place where the plan's moved tensors wait."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
 
     @property
     def simulation(self) -> Simulation:
-        """What the plan is expected to take."""
+        """The expected costs of the plan."""
         return simulate(self.cost, self.plan, **self._settings)
 
     @property
     def peak_bytes(self) -> int:
-        """[bytes] that a step is expected to have at its peak beyond the input, parameters and
-        their gradients."""
+        """[bytes] expected at the peak, beyond the input, parameters and their gradients."""
         return self.simulation.peak_bytes
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -112,7 +109,7 @@ class Fitted:
         return run(self.plan, self.stages, input, moving=self.moving, **self._options)
 
     def remove(self) -> None:
-        """A Sequential runs plainly again."""
+        """Ends the plan of a Sequential: it runs plainly again."""
         if isinstance(self.stages, nn.Sequential):
             switch_off(self.stages)
 
@@ -170,11 +167,10 @@ def _verified(
     sample: torch.Tensor,
     expected: Callable[[Plan], int], run: Callable[[Plan, torch.Tensor], torch.Tensor],
 ) -> tuple[Plan, int]:  # fmt: skip
-    """The plan, or a smaller one, whose step stays within the budget, and the peak that this one
-    had."""
+    """Returns the plan, or a smaller one, whose step fits the budget, and its measured peak."""
     from ._state import state_kept  # not when the package is imported: few programs measure
 
-    beyond = 0  # [bytes] of which the stages' costs know nothing
+    beyond = 0  # [bytes] that the stages' costs do not include
     while True:
         with state_kept(functions):
             peak: int = _remat._measure_peak(lambda x: run(plan, x), sample)
@@ -210,24 +206,25 @@ def fit(
         model(x).sum().backward()                                # as planned
 
     A Sequential runs as planned from now on, in training mode (as a `Checkpointed` does), until
-    `remat.remove(model)`. Of a list of functions the result is what runs as planned: `fitted(x)`.
-    Stages are functions from one tensor to one tensor, the last one as a rule the loss.
+    `remat.remove(model)`. For a list of functions, the result runs as planned: `fitted(x)`. Stages
+    are functions from one tensor to one tensor, the last one as a rule the loss.
 
-    cost: what `measure` said of the same stages before, in this process or another one (a ChainCost
-        can be pickled): nothing is measured then. What copies take is of `moving`.
-    budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their
-    gradients. What the program holds beside the chain counts on top. warmup, repeats, progress: as
-    of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
-    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None:
-    nothing moves.
-    verify: run a step as planned and look at its peak, which may be higher than the stages' costs
-        say: where stages share parameters, or have buffers that are restored; above the budget, a
-        smaller plan is taken.
-    options: of all regions, as of `checkpoint`.
+    cost: an earlier result of `measure` for the same stages, from this process or another one (a
+        ChainCost can be pickled): nothing is measured then. Costs of copies belong to `moving`.
+    budget_bytes: the highest allowed peak of a step [bytes], beyond the input, parameters and their
+        gradients. Tensors that the program holds beside the chain come on top.
+    warmup, repeats, progress: as of `measure`. max_depth: the deepest allowed nesting; 0: any.
+    frame_cost_s: [seconds] of one region.
+    moving: the place where saved tensors of stages and regions may wait instead,
+        `MoveOptions(directory=...)`; None: no tensor moves.
+    verify: run a step as planned and measure its peak. It may be higher than the stages' costs say
+        if stages share parameters, or have buffers that are restored. Above the budget, a smaller
+        plan is taken.
+    options: options of all regions, as of `checkpoint`.
 
     Bytes and time are those of the sample's device.
     Hooks of parameters do not run, and afterwards all is as it was: see `measure`.
-    Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
+    Raises InfeasibleBudget, which has the least possible budget; otherwise as `measure`.
     """
     if isinstance(model_or_stages, nn.Module) and not (
         isinstance(model_or_stages, nn.Sequential)

@@ -1,7 +1,7 @@
-"""Guards: context managers that say what happens to regions and saved tensors in a scope.
+"""Guards: context managers that set the treatment of regions and saved tensors in a scope.
 
 Each may be entered again and nested, and is a decorator, too. It belongs to the thread that entered
-it, and holds for the threads on which a backward called there runs. Innermost wins.
+it, and applies to the threads on which a backward called there runs. The innermost has priority.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
     def __init__(self, text: str, open: Callable[[], Any]) -> None:
         self._text = text
         self._open = open
-        self._last: Any = None  # what counts in the scope that was entered last, also after it
+        self._last: Any = None  # the counter of the scope entered last, also after it
         self._entered: list[tuple[int, Any]] = []
 
     def __enter__(self: G) -> G:
@@ -60,19 +60,19 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
 def guard_of(
     make: Callable[..., G], given: dict[str, Any], kind: Callable[..., G], text: str = ""
 ) -> G:
-    """The guard that the library has under the name of `make`, whose arguments these are."""
+    """Returns the library's guard with the name of `make`, whose arguments are `given`."""
     name = make.__name__
     return kind(text or f"remat.{name}", lambda: _remat._open(name, given))
 
 
 @checked
 def disable_saved_tensors_hooks(message: str) -> Guard:
-    """Opening saved-tensor hooks or a region raises RuntimeError with this message; torch's own
-    switch."""
+    """Makes an opening of saved-tensor hooks or of a region raise RuntimeError with this message;
+    it is torch's own switch."""
     return guard_of(disable_saved_tensors_hooks, locals(), Guard)
 
 
-# ---- what regions do -----------------------------------------------------------------------------
+# ---- regions ------------------------------------------------------------------------------------
 
 
 @checked
@@ -84,12 +84,11 @@ def early_stop(enabled: bool) -> Guard:
 
 @checked
 def checkpoint_level(training_level: int) -> Guard:
-    """Decides by level which calls are regions: of those with a `level`
-    (`checkpoint(..., level=2)`) the ones with `0 < level <= training_level`; the others run
-    plainly. Calls without a level are regions as ever.
+    """Selects regions by level: a call with a `level` (`checkpoint(..., level=2)`) is a region if
+    `0 < level <= training_level`, and otherwise runs plainly. Calls without a level remain regions.
 
     Recomputes see the level that forward saw. The levels of modules (`set_checkpoint_level`) are
-    their own.
+    separate.
     """
     return guard_of(checkpoint_level, locals(), Guard, f"remat.checkpoint_level({training_level})")
 
@@ -102,7 +101,7 @@ def debug(enabled: Optional[bool] = True) -> Guard:
 
 
 def disable_checkpoint() -> Guard:
-    """Regions that would begin in the scope run plainly: nothing is dropped."""
+    """Makes regions that would begin in the scope run plainly: nothing is dropped."""
     return guard_of(disable_checkpoint, {}, Guard, "remat.disable_checkpoint()")
 
 
@@ -110,44 +109,44 @@ def unseen() -> Guard:
     """Hides the operators in the scope from the regions around it, in forward and in recomputes.
 
     No policy is asked about them, no debug report lists them, and nothing counts, compares or drops
-    their saved tensors: those stay until backward, as outside of regions. For code that only one of
-    the passes runs, such as logging under `if not remat.is_recomputing()`. Random numbers are drawn
-    from the generators themselves, anew in each recompute.
+    their saved tensors: those stay until backward, as outside of regions. Use it for code that only
+    one of the passes runs, such as logging under `if not remat.is_recomputing()`. Random numbers
+    are drawn from the generators themselves, anew in each recompute.
     """
     return guard_of(unseen, {}, Guard, "remat.unseen()")
 
 
 @checked
 def recompute_cache(max_bytes: Optional[Bytes] = None) -> Guard:
-    """Backwards in the scope keep what regions recomputed for the next ones: many overlapping
-    `torch.autograd.grad` calls on a retained graph cost one recompute a region.
+    """Lets backwards in the scope keep recomputed tensors for later backwards: many overlapping
+    `torch.autograd.grad` calls on a retained graph cost one recompute for each region.
 
-    max_bytes: of all recomputed tensors that are kept; beyond it the regions used least recently go
-    [bytes]. What is held at the end of the scope is freed.
+    max_bytes: limit of all recomputed tensors that are kept [bytes]; beyond it the regions used
+    least recently are freed. All of them are freed at the end of the scope.
     """
     return guard_of(recompute_cache, locals(), Guard)
 
 
 def graph_exec_group() -> Guard:
-    """Several backwards in the scope share one recompute of each region, as those of a split
-    backward do.
+    """Lets backwards in the scope share one recompute of each region, as in a split backward.
 
-    Each saved tensor is released when a backward has read it; a second one that reads it raises
-    CheckpointError (GROUP_OVERLAP).
+    Each saved tensor is released when a backward has read it; a second backward that reads it
+    raises CheckpointError (GROUP_OVERLAP).
     """
     return guard_of(graph_exec_group, {}, Guard, "remat.graph_exec_group()")
 
 
 @checked
 def memory_limit(bytes: Bytes, device: Union[torch.device, str, int, None] = None) -> Guard:
-    """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises
-    torch.OutOfMemoryError.
+    """Makes an allocation raise torch.OutOfMemoryError if it would take
+    `MemoryMeter(device).live_bytes` above `bytes`.
 
-    The whole process, all threads: the way to see on any machine what a small one would do. What a
-    meter does not count is not limited. On an accelerator the guard takes the rest of the device's
-    free memory, so that the error is the device's own, and the limit as fine as its allocator's
-    pieces. device: None: the CPU. Raises ValueError if `bytes` is negative; CheckpointError
-    (UNSUPPORTED) as `MemoryMeter`, and if the device does not say what it has free.
+    The limit covers the whole process, all threads: it shows on any machine how a small one would
+    behave. Memory that a meter does not count is not limited. On an accelerator the guard takes the
+    rest of the device's free memory, so that the error is the device's own, and the limit is as
+    fine as the pieces of its allocator. device: None: the CPU. Raises ValueError if `bytes` is
+    negative; CheckpointError (UNSUPPORTED) as `MemoryMeter`, and if the device does not report its
+    free memory.
     """
     where = "" if device is None else f", {str(device)!r}"
     return guard_of(memory_limit, locals(), Guard, f"remat.memory_limit({bytes}{where})")
@@ -157,34 +156,33 @@ MemoryLimit = memory_limit
 
 
 def record_allocations() -> Guard:
-    """Recorders that are alive and record memory get each allocation and each release on an
-    accelerator, as its allocator tells them, with the region that the thread runs.
+    """Records each allocation and each release on an accelerator, as its allocator reports them, in
+    all live recorders that record memory, with the region that the thread runs.
 
         with remat.Recorder() as recorder, remat.record_allocations():
             model(batch).sum().backward()
 
-    They stand in `Recorder.event_log`, in the trace, and in each device's picture as a line: what
-    the allocator has given out. (A recorder alone samples statistics after each operator.) A
-    `FailedAllocation` has its `asked_bytes` then. Those of the thread that entered it, and of the
-    threads on which a backward called there runs; what another thread allocates is in the sum of
-    the next one. It takes the place of torch's profiler on its thread: one that is started
-    meanwhile says that it is already enabled. Costs an event an allocation, of 100 bytes and about
-    a microsecond; without a recorder a call. Raises CheckpointError (UNSUPPORTED) if torch's
-    profiler runs on this thread.
+    The events appear in `Recorder.event_log`, in the trace, and in each device's picture as a line:
+    the bytes that the allocator has handed out. (A recorder alone samples statistics after each
+    operator.) A `FailedAllocation` then has its `asked_bytes`. The guard records the thread that
+    entered it, and the threads on which a backward called there runs; allocations of another thread
+    are in the sum of the next event. It takes the place of torch's profiler on its thread: a
+    profiler that is started meanwhile reports that it is already enabled. Each allocation costs an
+    event, of 100 bytes and about a microsecond; without a recorder it costs a call. Raises
+    CheckpointError (UNSUPPORTED) if torch's profiler runs on this thread.
     """
     return guard_of(record_allocations, {}, Guard, "remat.record_allocations()")
 
 
-# ---- what recomputes see -------------------------------------------------------------------------
+# ---- state that recomputes see -------------------------------------------------------------------
 
 
 class StateProvider(Protocol):
-    """State of the program's own that a region's function reads, such as the state of a random
-    generator.
+    """State of the program that a region's function reads, such as the state of a random generator.
 
-    `capture` is called when a region begins, and around its recomputes; `restore` before each
-    recompute, and after it with what was there before. Recomputes of several threads that use one
-    provider take turns.
+    `capture` is called when a region begins, and around its recomputes. `restore` is called before
+    each recompute, and after it with the state from before. Recomputes of several threads that use
+    one provider take turns.
     """
 
     def capture(self) -> Any: ...
@@ -192,10 +190,9 @@ class StateProvider(Protocol):
 
 
 def state_provider(provider: StateProvider) -> Guard:
-    """Regions that begin in the scope keep what `provider` captured, and restore it around their
-    recomputes.
+    """Makes regions that begin in the scope keep `provider`'s state, and restore it in recomputes.
 
-    Raises TypeError for what has no `capture` and `restore`.
+    Raises TypeError for an object without `capture` and `restore`.
     """
     if isinstance(provider, type) or not all(
         callable(getattr(provider, each, None)) for each in ("capture", "restore")
@@ -208,9 +205,8 @@ def state_provider(provider: StateProvider) -> Guard:
 
 @checked
 def preserve_generator(generator: torch.Generator) -> Guard:
-    """Regions in the scope preserve this generator as they do the default ones
-    (`preserve_rng_state`), and those of the CPU that their functions draw from: one of a device,
-    say."""
+    """Makes regions in the scope preserve this generator, such as one of a device, as they do the
+    default ones (`preserve_rng_state`) and the CPU's generators that their functions draw from."""
     return guard_of(preserve_generator, locals(), Guard)
 
 
@@ -240,7 +236,7 @@ class GeneratorTracker:
 
     @checked
     def fork(self, name: str) -> Guard:
-        """In the scope the device's default generator continues the named one. Names nest.
+        """Makes the device's default generator continue the named one in the scope. Names nest.
 
         Entering raises ValueError for an unknown name, or one that is forked already.
         """
@@ -253,7 +249,7 @@ class GeneratorTracker:
         return states
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Sets the states, and with them the names, to what `states` returned.
+        """Sets the states, and with them the names, to a result of `states`.
 
         Raises RuntimeError within a fork.
         """
@@ -265,9 +261,9 @@ def observe_recomputes(
     begin: Optional[Callable[[_remat.PhaseInfo], object]] = None,
     end: Optional[Callable[[_remat.PhaseInfo], object]] = None,
 ) -> Guard:
-    """Recomputes of regions that begin in the scope call these before and after, on their threads,
-    in pairs.
+    """Calls `begin` before and `end` after each recompute of regions that begin in the scope, on
+    the recompute's thread, in pairs.
 
-    What `begin` raises fails the recompute; what `end` raises is a warning.
+    An exception of `begin` fails the recompute; an exception of `end` becomes a warning.
     """
     return guard_of(observe_recomputes, locals(), Guard)

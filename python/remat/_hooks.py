@@ -1,4 +1,4 @@
-"""Frees what hooks over several tensors, registered by a recompute, would keep for ever."""
+"""Frees objects that hooks over several tensors, registered by a recompute, would keep forever."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.autograd.graph as graph
 
 
 def _nodes_of(hook: Any) -> Any:
-    """What a hook of `register_multi_grad_hook` holds: a list of the nodes of all its tensors. None
-    for other hooks."""
+    """Returns the list that a hook of `register_multi_grad_hook` holds, the nodes of all its
+    tensors; None for other hooks."""
     names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
     return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else None
 
 
 def note_hooks_of(remat: Any) -> None:
-    """From now on, what recomputes register is known. See Note [Hooks over several tensors]."""
+    """Notes hooks that recomputes register. See Note [Hooks over several tensors]."""
     init = graph._MultiHandle.__init__
 
     def __init__(self: Any, handles: tuple[Any, ...]) -> None:
@@ -31,13 +31,13 @@ def note_hooks_of(remat: Any) -> None:
                 hooks = handle.hooks_dict_ref()
                 nodes = None if hooks is None else _nodes_of(hooks.get(handle.id))
                 if nodes is not None:
-                    lists[id(nodes)] = nodes  # of all the hooks of one call
-        hooks = nodes = None  # they shall not be what keeps them
+                    lists[id(nodes)] = nodes  # shared by all hooks of one call
+        hooks = nodes = None  # these variables must not keep the nodes
         remat._let_go(list(lists.values()))
         for nodes in lists.values():
             for position, node in enumerate(nodes):
                 if node is None:
-                    # one that no backward comes to
+                    # A node that no backward reaches.
                     nodes[position] = torch._C._functions.UndefinedGrad()
 
     graph._MultiHandle.__init__ = __init__  # type: ignore[method-assign]

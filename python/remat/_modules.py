@@ -1,5 +1,4 @@
-"""Modules that run as regions: `Checkpointed`, and `apply` to a tree of modules that somebody else
-wrote.
+"""Modules that run as regions: `Checkpointed`, and `apply` for a tree of modules.
 
 A module becomes a region by getting a class derived from its own, with the same name, whose
 `forward` is a region. Everything else stays: the object, its place in the tree, its names,
@@ -55,7 +54,7 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     A recompute sees the training flags of the module and of all below it as forward saw them.
     Memory: as `checkpoint`. The graph keeps the module alive. Threads: make it a region while no
     forward of it runs; then any. Recomputes in several threads that restore the same buffers take
-    turns. Raises ValueError for wrong options and what cannot be a region.
+    turns. Raises ValueError for wrong options and for a module that cannot be a region.
     """
     refused = reason_against(module)
     if refused is not None:
@@ -72,7 +71,7 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
 
 @checked
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether calls of the module itself are regions now, as far as its switch says."""
+    """Returns whether calls of the module itself are regions now, as far as its switch decides."""
     region = region_of(module)
     return region is not None and region.enabled
 
@@ -81,7 +80,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 class ChosenModule(NamedTuple):
-    """A module of a tree that a choice meant."""
+    """A module that a choice selected from a tree."""
 
     path: str
     type: str
@@ -97,7 +96,7 @@ class RefusedModule(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What `apply` came to; `str` makes a line for each."""
+    """The result of `apply`; `str` makes a line for each module."""
 
     regions: list[ChosenModule]
     refused: list[RefusedModule]
@@ -152,17 +151,17 @@ def apply(
     buffers: str = "restore",
     **options: Any,
 ) -> Applied:
-    """Makes the chosen modules of a tree regions, as `Checkpointed` does, without a change of the
-    model's source.
+    """Makes the chosen modules of a tree regions, as `Checkpointed` does, without changing the
+    source.
 
         remat.apply(model, types=Block, every=2)
         remat.apply(model, names="layers.*", policy=remat.save_matmuls())
         remat.apply(model, "every=2,name=layers.*,type=Block")   # from a configuration
 
-    A region is named by its module's path; a `name` gets the path behind it. Doing so again changes
-    the options, and no more. What cannot be a region (a ModuleList, a script module) is in
-    `refused`, with what to do instead. Raises ValueError for a choice without a condition, one that
-    fits nothing, or one that is wrong. Threads: no forward of the tree may run meanwhile.
+    A region is named by its module's path; a `name` gets the path behind it. Another call changes
+    the options only. A module that cannot be a region (a ModuleList, a script module) is in
+    `refused`, with a hint. Raises ValueError for a choice without a condition, one that fits
+    nothing, or one that is wrong. Threads: no forward of the tree may run meanwhile.
     """
     verb = "remat.apply"
     which = _choice(verb, choice, types, names, predicate, every)
@@ -215,9 +214,9 @@ def remove(
     predicate: Optional[Callable[[str, nn.Module], bool]] = None,
     every: int = 1,
 ) -> list[ChosenModule]:
-    """Ends that for the chosen modules, or for all of the tree: they have their own class again.
+    """Makes the chosen modules, or all of the tree, plain modules again, with their own class.
 
-    Returns those that were regions. Graphs that exist still recompute.
+    Returns the modules that were regions. Existing graphs still recompute.
     """
     if choice is None and not types and not names and predicate is None and every == 1:
         chosen = list(model.named_modules(remove_duplicate=False))
@@ -236,7 +235,7 @@ def set_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @checked
 def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
-    """The same by level: on if `training_level >= level` and `level > 0`.
+    """Switches the regions of a tree by level: on if `training_level >= level` and `level > 0`.
 
     Common levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4
     stages, 5 encoders.
@@ -245,23 +244,23 @@ def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
         region.enabled = 0 < region.level <= training_level
 
 
-# ---- what is called past its region --------------------------------------------------------------
+# ---- modules that are called past their regions --------------------------------------------------
 
 
 class UnusedRegion(NamedTuple):
     """A module that should be a region, and is called past it."""
 
     path: str
-    """In the tree; '' is the root."""
+    """The path in the tree; '' is the root."""
     type: str
     reason: str
-    """What was seen."""
+    """The observed fact."""
     cure: str
-    """What to write instead."""
+    """The change of the program that makes it a region."""
 
 
 def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
-    """Those that a backward of `root` would give gradients."""
+    """Returns the leaves that would get gradients from a backward of `root`."""
     found: list[torch.Tensor] = []
     waiting: list[Any] = [root.grad_fn]
     seen: set[Any] = {None}
@@ -278,22 +277,23 @@ def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
 
 @checked
 def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]:
-    """Finds what should be a region and never was: modules below `model` that are switched on as
-    regions, some of whose parameters are in the graph of `result`, and whose own call was never
-    reached. The results are right then, and all memory is held. That is how a parent ends that
-    calls a module's parts instead of the module, or `Block.forward(block, x)`. Ask it once, after a
-    forward:
+    """Finds modules that should be regions and never were. They are modules below `model` that are
+    switched on as regions, some of whose parameters are in the graph of `result`, and whose own
+    call was never reached. The results are right, but all memory is held. The cause is a parent
+    that calls a module's parts instead of the module, or `Block.forward(block, x)`. Call this
+    function once, after a forward:
 
         for unused in remat.unused_regions(model, loss):
             print(unused.path, unused.cure)
 
-    "Never" is since the module became a region, or since `reset_unused_regions`: a module that is
-    called both ways is not found. What is switched off, or in eval mode with `training_only`, when
-    this asks is left out. A call under `disable_checkpoint`, or one that "skip_batch_norm" runs
-    plainly, counts as reached; one without grad mode does not. A module without parameters that
-    require grad is never found, and one whose parameters others use, too, may be found though
-    nobody called it. It walks the graph once, before a backward or after it. Threads: no forward of
-    `model` may run meanwhile. Raises ValueError for a `result` without a graph.
+    "Never" counts from when the module became a region, or from `reset_unused_regions`: a module
+    that is called both ways is not found. Modules that are switched off now, or in eval mode with
+    `training_only`, are left out. A call under `disable_checkpoint`, or one that "skip_batch_norm"
+    runs plainly, counts as reached; one without grad mode does not. A module without parameters
+    that require grad is never found. A module whose parameters others use, too, may be found
+    although no code called it. The function walks the graph once, before a backward or after it.
+    Threads: no forward of `model` may run meanwhile. Raises ValueError for a `result` without a
+    graph.
     """
     if result.grad_fn is None:
         raise ValueError(
@@ -321,6 +321,6 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
 
 @checked
 def reset_unused_regions(model: nn.Module) -> None:
-    """Forgets which calls were reached, for all below `model`."""
+    """Resets the record of reached calls for all modules below `model`."""
     for region in regions_below(model):
         region.was_called = False

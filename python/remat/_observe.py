@@ -1,5 +1,4 @@
-"""Seeing what happens: recorders of what regions do, cost and hold; what a graph saved; bytes of
-tensors."""
+"""Recorders of regions, the tensors that a graph saved, and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Path = Union[str, "os.PathLike[str]"]
 
 
 def as_table(text: Any) -> str:
-    """Text in columns, as a notebook shows it."""
+    """Returns a text in columns for a notebook."""
     return f'<pre style="white-space: pre">{html.escape(str(text))}</pre>'
 
 
@@ -56,9 +55,9 @@ class Page(str):
 
 
 class Recorder:
-    """Records what regions and budgets do on every thread of the process.
+    """Records the events of regions and budgets on every thread of the process.
 
-    It records from its making to `stop` or the end of a `with`.
+    It records from its construction to `stop` or the end of a `with`.
 
         with remat.Recorder() as recorder:
             model(x).sum().backward()
@@ -68,14 +67,15 @@ class Recorder:
     In a notebook it shows its page: live bytes over time, regions, the table.
 
     memory: sample the live bytes of CPU tensors at every event and every allocation, those of an
-        accelerator's devices in use at every event and after every operator.
+        accelerator's devices in use at every event and after every operator. Allocations between
+        operators on an accelerator are recorded under `record_allocations`.
     operators: also record the operators that run, 1 to 3 us each.
-    What allocates on an accelerator between operators is recorded under `record_allocations`.
-    max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100
-    bytes each.
+    max_events: the most events that are kept, about 100 bytes each. Beyond it the oldest events are
+        dropped, and the report says so; sums stay exact.
     device_time: time regions and the copies of offload on an accelerator, by events on the streams
-        that run them. Nothing waits for a device meanwhile; `report` and what draws or writes do.
-    Several may record at a time. Threads: any.
+        that run them. No call waits for a device meanwhile; `report` and the functions that draw or
+        write do.
+    Several recorders may record at a time. Threads: any.
     """
 
     @checked
@@ -92,21 +92,20 @@ class Recorder:
         self.stop()
 
     def stop(self) -> None:
-        """Records no more; what was recorded stays."""
+        """Ends the recording; recorded events stay."""
         self._recorder.stop()
 
     def report(self) -> Report:
-        """The sums so far; `str` makes a table of it, `to_json` text."""
+        """Returns the sums so far; `str` makes a table of them, `to_json` a text."""
         report: Report = self._recorder.report()
         return report
 
     def event_log(self) -> str:
-        """One line an event, without times: what happened in which order. Regions are numbered from
-        1."""
+        """Returns one line for each event in order, without times. Regions are numbered from 1."""
         return str(self._recorder.event_log())
 
     def page(self) -> Page:
-        """One HTML page without scripts or other files: live bytes over time, the regions, the
+        """Returns one HTML page without other files: live bytes over time, the regions, the
         table."""
         return Page(in_python_words(self._recorder.page()))
 
@@ -117,14 +116,14 @@ class Recorder:
 
     @checked
     def write_memory_svg(self, path: Path) -> None:
-        """Live bytes over time, stacked by kind, with the regions below. Budgets are drawn as a
-        line, and the operators that run again as bars."""
+        """Writes a picture of live bytes over time, stacked by kind, with the regions below.
+        Budgets are drawn as a line, and the operators that run again as bars."""
         self._recorder.write_memory_svg(os.fspath(path))
 
     @checked
     def write_chrome_trace(self, path: Path) -> None:
-        """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their
-        threads."""
+        """Writes a trace for Perfetto and chrome://tracing: regions, recomputes, operators by
+        thread."""
         self._recorder.write_chrome_trace(os.fspath(path))
 
     def _repr_html_(self) -> str:
@@ -133,12 +132,12 @@ class Recorder:
 
 @checked
 def free_bytes(device: Union[torch.device, str, int, None] = None) -> int:
-    """[bytes] that tensors on `device` could take now: what the device has free once its allocator
-    has given back what it caches (which waits for the device); on the CPU what the smallest
-    `memory_limit` leaves.
+    """Returns the bytes that tensors on `device` could take now. On an accelerator, they are free
+    once its allocator has returned its cache (which waits for the device). On the CPU, they are the
+    bytes that the smallest `memory_limit` leaves.
 
-    Raises CheckpointError (UNSUPPORTED) if the device does not say, and on the CPU without a limit:
-    its memory is every program's. Threads: any.
+    Raises CheckpointError (UNSUPPORTED) if the device does not report it, and on the CPU without a
+    limit, since all programs share its memory. Threads: any.
     """
     return int(_remat._free_bytes(device))
 
@@ -149,50 +148,51 @@ class SavedTensor(NamedTuple):
     node: str
     """The node's name: "SinBackward0"."""
     region: str
-    """Of what was dropped: the region's name."""
+    """The name of the region that dropped the tensor, if one did."""
     shape: torch.Size
     dtype: Optional[torch.dtype]
-    """None for a tensor that hooks of the program packed, and for a node that cannot say what it
-    saved."""
+    """The dtype; None for a tensor that hooks of the program packed, and for a node that cannot
+    report its saved tensors."""
     bytes: int
     """[bytes] of its storage, or of the tensor that was dropped."""
     shares_storage: bool
-    """With one before it in the list: these bytes are not to be added."""
+    """True if an earlier tensor in the list has the same storage: these bytes must not be added."""
     dropped: bool
-    """It is not there: a recompute will bring it."""
+    """True if the tensor is not in memory: a recompute will produce it."""
     module: str = ""
-    """Path of the module that saved it, under `track_origins`."""
+    """The path of the module that saved it, under `track_origins`."""
     op: str = ""
     """Its operator, "aten::mm", under `track_origins(..., lines=True)`."""
     place: str = ""
-    """The line of the program that called the operator, "model.py:42"; likewise."""
+    """The line of the program that called the operator, "model.py:42", under the same condition."""
 
 
 @checked
 def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
-    """What the graph below `root` saved, in the order in which backward would read it.
+    """Returns the tensors that the graph below `root` saved, in the order of their reads in
+    backward.
 
-    Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over
-    the same graph.
+    Computes nothing. A tensor that one node saved twice is listed once. No backward over the
+    same graph may run meanwhile.
     """
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
 
 
 @checked
 def regions_of(root: torch.Tensor) -> list[RegionHandle]:
-    """The regions in the graph behind `root`, in the order in which backward reads them. Computes
-    nothing. A region is missing if only nodes that do not say what they saved belong to it.
+    """Returns the regions in the graph behind `root`, in the order in which backward reads them.
+    Computes nothing. A region is missing if all its nodes do not report their saved tensors.
     Threads: any."""
     return list(_remat._regions_of(root))
 
 
-# ---- where bytes come from --------------------------------------------------------------------
+# ---- origins of bytes -------------------------------------------------------------------------
 
 _OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 def _place() -> str:
-    """The line of the innermost frame that is neither torch's nor the package's."""
+    """Returns the line of the innermost frame that is neither torch's nor the package's."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
         frame = frame.f_back  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def _tracked(model: nn.Module, lines: bool) -> Iterator[None]:
 
 @checked
 def track_origins(model: nn.Module, lines: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Notes, in the scope, which module of `model` makes which node: for `saved_tensors`.
+    """Notes in the scope, for `saved_tensors`, the module of `model` that makes each node.
 
         with remat.track_origins(model, lines=True):
             loss = model(x).sum()
@@ -234,8 +234,7 @@ def track_origins(model: nn.Module, lines: bool = False) -> contextlib.AbstractC
                 print(each.module, each.op, each.place, each.bytes)
 
     Nodes inside regions are noted as well; regions themselves pay nothing.
-    lines: note each operator with the line of the program that called it. Costs a few microseconds
-        for each operator.
+    lines: note each operator with its line of the program, at the cost of a few microseconds.
     Memory: some bytes for each call of a module, about 150 for each noted operator, until the end
         of the scope.
     Threads: notes the thread that entered it.
@@ -247,15 +246,15 @@ class ModuleBytes(NamedTuple):
     """Sums of one module, without the modules below it [bytes]."""
 
     module: str
-    """Its path; "" for the root, and for nodes outside of all modules."""
+    """The module's path; "" for the root, and for nodes outside of all modules."""
     saved_bytes: int = 0
-    """That the graph holds; a storage once."""
+    """[bytes] that the graph holds; each storage counts once."""
     dropped_bytes: int = 0
-    """That recomputes will make."""
+    """[bytes] that recomputes will make."""
     parameters_bytes: int = 0
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
-    """The optimizer's state for its parameters."""
+    """[bytes] of the optimizer's state for its parameters."""
 
 
 def _storage_bytes(tensor: Any) -> int:

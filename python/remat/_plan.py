@@ -1,5 +1,4 @@
-"""Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte
-budget."""
+"""Plans for a chain of stages: their costs, and the fastest one under a byte budget."""
 
 from __future__ import annotations
 
@@ -47,22 +46,22 @@ class FrontierPoint(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """What `simulate` says of a plan."""
+    """The simulated costs of a plan."""
 
     peak_bytes: int
     """[bytes] beyond the input."""
     extra_s: float
     """[seconds] beyond one forward and one backward."""
     calls: list[int]
-    """How often forward calls each stage."""
+    """The number of forward calls of each stage."""
     frames: int
-    """Regions."""
+    """The number of regions."""
     depth: int
     """The deepest nesting."""
 
 
 class Frontier:
-    """What `solve` found: for every budget the least time. Any thread."""
+    """The result of `solve`: for every budget the least time. Any thread."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
@@ -71,9 +70,8 @@ class Frontier:
 
     @checked
     def plan(self, budget_bytes: Bytes) -> Plan:
-        """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the
-        equally fast ones one of the smallest peak. Raises InfeasibleBudget below the first
-        point."""
+        """Returns the fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input,
+        the smallest of equals. Raises InfeasibleBudget below the first point."""
         plan: Plan = self._native.plan(budget_bytes)
         return plan
 
@@ -83,14 +81,14 @@ def solve(
     cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0,
     eps: float = 0.0
 ) -> Frontier:
-    """The exact frontier of time and memory over all plans, for every budget at once. With a cost
-    that has `moving`, what stages and regions outside of other regions save may wait elsewhere.
+    """Computes the exact frontier of time and memory over all plans, for every budget at once. With
+    a cost that has `moving`, saved tensors of stages and of outermost regions may wait elsewhere.
 
-    max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid
-    once a region.
+    max_depth: the deepest allowed nesting; 0: any. early_stop: the setting with which the plan will
+    run. frame_cost_s: [seconds], paid once for each region.
     eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
-    Cubic in the number of different stages times the number of points; chains of equal stages are
-    much cheaper. Raises ValueError for costs or options out of range.
+    The time is cubic in the number of different stages times the number of points; chains of equal
+    stages are much cheaper. Raises ValueError for costs or options out of range.
     """
     return Frontier(_remat._solve(cost._read(), max_depth, early_stop, frame_cost_s, eps))
 
@@ -99,12 +97,12 @@ def solve(
 def simulate(
     cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0
 ) -> Simulation:
-    """What a plan costs, event by event, without the solver's recurrence."""
+    """Computes the costs of a plan event by event, without the solver's recurrence."""
     return Simulation(*_remat._simulate(cost._read(), plan, early_stop, frame_cost_s))
 
 
 def stages_of(user: str, stages: Iterable[Stage]) -> list[Stage]:
-    """A Sequential is the list of its children. Raises TypeError for what is no function."""
+    """Returns a list of the stages. Raises TypeError for a stage that cannot be called."""
     functions = list(stages)
     for number, stage in enumerate(functions, 1):
         if not callable(stage):
@@ -117,33 +115,33 @@ def stages_of(user: str, stages: Iterable[Stage]) -> list[Stage]:
 
 @checked
 def revolve_plan(stages: int, snapshots: int) -> Plan:
-    """The least stage calls for equal stages with `snapshots` states stored, the input among
-    them."""
+    """Makes the plan with the least stage calls for equal stages and `snapshots` stored states."""
     return _remat._plan_by("revolve", stages, snapshots)
 
 
 @checked
 def mixed_plan(stages: int, units: int) -> Plan:
-    """The least stage calls where each of `units` holds a state or all that one stage saves."""
+    """Makes the plan of the least stage calls; each of `units` holds a state or one stage's
+    saves."""
     return _remat._plan_by("mixed", stages, units)
 
 
 @checked
 def balanced_plan(stages: int, segments: int) -> Plan:
-    """Segments whose lengths differ by at most one, longer ones first; all but the last are
+    """Makes segments whose lengths differ by at most one, longer first; all but the last are
     regions."""
     return _remat._plan_by("balanced", stages, segments)
 
 
 @checked
 def torch_sequential_plan(stages: int, segments: int) -> Plan:
-    """As torch's `checkpoint_sequential`: the last segment is the longest, and no region."""
+    """Makes torch's `checkpoint_sequential`: the last segment is the longest, and no region."""
     return _remat._plan_by("torch_sequential", stages, segments)
 
 
 @checked
 def halving_plan(stages: int) -> Plan:
-    """The left half is a region, the right half is not, and both again."""
+    """Makes the left half a region and the right half none, and so on in both halves."""
     return _remat._plan_by("halving", stages, 0)
 
 
@@ -191,32 +189,32 @@ def measure(
     moving: Optional[MoveOptions] = None,
     progress: bool = True,
 ) -> ChainCost:
-    """Runs each stage forward and backward on what the one before made of `sample`, and says what
-    it cost.
+    """Measures the cost of each stage: runs it forward and backward on the result that the previous
+    stages compute from `sample`.
 
     stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the
     loss.
     warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
-    device: whose bytes and time count, what is elsewhere counts nothing; None: the sample's.
-    early_stop: of the regions in which a stage is measured.
-    moving: what stages save, and their outputs, are tried to move so; None: plans will not move
-    anything.
-    progress: a bar where it takes more than a second and tqdm is installed.
+    device: the device whose bytes and time are measured; None: the sample's.
+    early_stop: the setting of the regions in which a stage is measured.
+    moving: the options with which moves of saved tensors and outputs are tried; None: plans will
+        not move any tensor.
+    progress: show a bar if measuring takes more than a second and tqdm is installed.
 
-    Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the
-    CPU are those of the calling thread; on an accelerator those between events on the current
-    stream, each run alone and waited for. Parameters have gradients throughout, as in training that
-    sets them to
-    zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top. Hooks
-    of parameters do not run: no optimizer steps. In a region the stages run as if it were not
-    there. Afterwards parameters have the `.grad` and the hooks they had, modules their attributes
-    and buffers, the generators of the CPU, of the device and of modules their states. The modules
-    are those that a stage is, or that it uses by a closure or a global name; other objects keep
-    what stages do to them, and so does a parameter that a stage writes to. While stages run,
-    buffers and other tensors of modules are copies, which takes as much memory again. Raises what a
-    stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and
-    for a `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a
-    device whose allocator does not tell its bytes.
+    Bytes are those of storages; temporaries are the bytes that the device's allocator hands out.
+    Times on the CPU are those of the calling thread; on an accelerator they are those between
+    events on the current stream, each run alone and waited for. Parameters have gradients
+    throughout, as in training that sets them to zero: a program that drops them
+    (`zero_grad(set_to_none=True)`) needs their bytes on top. Hooks of parameters do not run: no
+    optimizer steps. Regions around the call have no effect on the stages. Afterwards parameters
+    have the `.grad` and the hooks they had, modules their attributes and buffers, the generators of
+    the CPU, of the device and of modules their states. The modules are those that a stage is, or
+    that it uses by a closure or a global name; other objects keep the changes that stages make, and
+    so does a parameter that a stage writes to. While stages run, buffers and other tensors of
+    modules are copies, which takes as much memory again. Raises the errors of the stages; TypeError
+    for a stage that does not return a tensor; ValueError for no stages, and for a `moving` that has
+    no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator
+    does not report its bytes.
     """
     functions = stages_of("remat.measure", stages)
     bar = _Progress(len(functions), progress)
@@ -246,14 +244,14 @@ def measure(
 def free_budget(
     cost: ChainCost, device: Union[torch.device, str, int, None] = None, *, margin: float = 0.05
 ) -> int:
-    """The budget [bytes] for a plan of `cost` in what `device` has free now: `free_bytes`, less a
-    share of it for pieces that fit nothing, and less the rounding that was measured.
+    """Returns the budget [bytes] for a plan of `cost` in the memory that `device` has free now:
+    `free_bytes`, less a share of it for pieces that fit nothing, and less the measured rounding.
 
         cost = remat.measure(stages, x)
         plan = remat.solve(cost).plan(remat.free_budget(cost, x.device))
 
-    What the chain's input, parameters and gradients take is to be there already. margin: the share,
-    in [0, 1). Raises as `free_bytes`; ValueError for a margin out of range.
+    The chain's input, parameters and gradients must be allocated already. margin: the share, in
+    [0, 1). Raises as `free_bytes`; ValueError for a margin out of range.
     """
     return int(_remat._free_budget(cost._read(), device, margin))
 
@@ -273,13 +271,14 @@ def run(
     """Runs the stages on `input` with nested regions as the plan says, all with the options of
     `checkpoint`.
 
-    moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in
-    memory, with a warning. The stages that a region runs are added to its name. Stages that are
-    modules have their buffers and training flags restored in recomputes. Memory: at most what
-    `simulate` says for measured costs, with the loss and its gradient, which the caller of
-    `backward()` holds to its end. Raises ValueError if plan and stages have different numbers, and
-    for a plan that moves if `moving` has no directory and the input is on the CPU, or no file can
-    be made there; else as `checkpoint`.
+    moving: the place where the plan's moved tensors wait; None: `MoveOptions()`. A tensor that
+        cannot be written stays in memory, with a warning.
+    The stages that a region runs are added to its name. Stages that are modules have their buffers
+    and training flags restored in recomputes. Memory: at most the peak of `simulate` for measured
+    costs, with the loss and its gradient, which the caller of `backward()` holds to its end. Raises
+    ValueError if plan and stages have different numbers, and for a plan that moves if `moving` has
+    no directory and the input is on the CPU, or no file can be made there; otherwise as
+    `checkpoint`.
     """
     result: torch.Tensor = _remat._run(
         plan, stages_of("remat.run", stages), input, _remat._Options(options),
@@ -298,12 +297,13 @@ def checkpoint_sequential(
     checkpoint_last: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Runs the stages one after the other in so many segments, each but the last as one region.
+    """Runs the stages one after the other in `segments` segments, each but the last as one region.
 
     split: "torch": equal segments, the last takes the rest; "balanced": lengths that differ by at
-    most one.
-    checkpoint_last: the last segment is a region, too. input_mode is "copy_on_write" unless it is
-    said, so that a segment may begin with an in-place activation.
+        most one.
+    checkpoint_last: the last segment is a region, too.
+    options: options of all regions. `input_mode` is "copy_on_write" by default, so that a segment
+        may begin with an in-place activation.
     """
     functions = stages_of("remat.checkpoint_sequential", stages)
     plans = {"torch": torch_sequential_plan, "balanced": balanced_plan}

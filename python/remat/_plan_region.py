@@ -1,4 +1,4 @@
-"""A region of a plan; apart from _plan.py, which needs the extension, whose types need this."""
+"""A region of a plan; apart from _plan.py, whose extension needs this type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ class PlanRegion(NamedTuple):
     """Stages `first` to `last`, which run as one region."""
 
     first: int
-    """From 1."""
+    """The first stage, counted from 1."""
     last: int
-    """Inclusive."""
+    """The last stage, inclusive."""

@@ -1,4 +1,4 @@
-"""What of a region is kept instead of recomputed."""
+"""Policies: the results of a region that are kept instead of recomputed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
 
 def name_of(operator: Operator) -> str:
-    """The library's name of an operator: "aten::mm" means every overload, "aten::mm.default" the
-    unnamed one."""
+    """Returns the library's name of an operator: "aten::mm" means every overload,
+    "aten::mm.default" the unnamed one."""
     if isinstance(operator, str):
         return operator
     if isinstance(operator, torch._ops.OpOverload):
@@ -37,9 +37,9 @@ _MIN_OFFLOAD_BYTES, _PREFETCH_DEPTH, _MAX_BYTES_IN_FLIGHT = 1 << 16, 2, 64 << 20
 
 
 class Policy(_remat._Policy):
-    """What of a region is kept instead of recomputed. Immutable; any thread."""
+    """The choice of a region's results that are kept. Immutable; any thread."""
 
-    # How it was made, for copies and pickles: the library's policies cannot be asked.
+    # The call that made it, for copies and pickles: the library's policies do not have it.
     _recipe: tuple[Callable[..., Policy], tuple[Any, ...], dict[str, Any]]
 
     @checked
@@ -52,10 +52,10 @@ class Policy(_remat._Policy):
         prefetch_depth: int = _PREFETCH_DEPTH,
         max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
     ) -> None:
-        """A policy that asks `function`, which is called with a PolicyContext and returns a
-        CheckpointPolicy or a bool.
+        """Makes a policy of `function`: it maps a PolicyContext to a CheckpointPolicy or a bool.
 
-        ask_after: it is asked when the operator has run, and sees `results`. Not with `ask_again`.
+        ask_after: call it when the operator has run, so that it sees `results`. It excludes
+        `ask_again`.
         The other options are those of `save_ops` and, if it moves results to the CPU, of
         `offload_ops`.
         """
@@ -63,8 +63,8 @@ class Policy(_remat._Policy):
 
     @staticmethod
     def parse(text: str) -> Policy:
-        """A table (`policy_table`) from text: lines of `PATTERN = ANSWER` with `;` or line breaks
-        between; a `#` begins a comment.
+        """Makes a table (`policy_table`) from text: lines of `PATTERN = ANSWER` with `;` or line
+        breaks between; a `#` begins a comment.
 
             remat.Policy.parse("layers.*.attention.**: aten::mm = save; * = recompute")
 
@@ -123,8 +123,8 @@ def _either(one: Policy, other: Policy) -> Policy:
 
 
 def _of(make: Callable[..., Policy], given: dict[str, Any], *args: Any) -> Policy:
-    """The library's policy with the name of `make`, whose arguments these are: what is listed, and
-    options."""
+    """Returns the library's policy of the name of `make`, from `args` and the options in
+    `given`."""
     policy = Policy.__new__(Policy)
     policy._set(make, given, *args)
     return policy
@@ -167,7 +167,8 @@ def policy_table(
     min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
-    """The first line whose pattern matches answers; without one the result is recomputed.
+    """Makes a policy from a table: the first line whose pattern matches answers; without one the
+    result is recomputed.
 
         remat.policy_table({
             "layers.*.attention.**: aten::mm|aten::bmm": "save",
@@ -179,8 +180,8 @@ def policy_table(
     the path of the module that runs, as in `ModuleChoice`. OPERATORS are names as in `save_ops`
     with `|` between, or `name=PATTERNS` for values and calls of `save_region` with such a name.
     Answers: "save", "offload", "recompute" (the PREFER_ ones), the names of CheckpointPolicy in
-    small letters, a CheckpointPolicy, or a bool. Wherever a policy is taken, such a dict or its
-    text (`Policy.parse`) will do.
+    small letters, a CheckpointPolicy, or a bool. Each `policy` argument also takes such a dict
+    or its text (`Policy.parse`).
 
     Warns once about paths that match no module. Raises ValueError for an empty table, a wrong
     pattern, an unknown operator or answer, and lines after one that matches everything.
@@ -190,7 +191,7 @@ def policy_table(
 
 
 def _of_table(table: Any) -> Policy:
-    """The policy that a dict or a text means, made once."""
+    """Returns the policy for a dict or a text, made once."""
     return _of_text(table) if isinstance(table, str) else _of_items(tuple(table.items()))
 
 
@@ -215,8 +216,7 @@ def save_matmuls(
     as of `save_ops`.
 
     A convolution whose activation writes to its result (`ReLU(inplace=True)` with no norm between)
-    needs
-    `allow_cache_entry_mutation`: it runs again then.
+    needs `allow_cache_entry_mutation`: it runs again then.
     """
     return _of(save_matmuls, locals())
 
@@ -282,7 +282,7 @@ def register_effect(operator: Operator) -> None:
 
 
 def _take_torchs_effects() -> None:
-    """Operators that torch.library knows to have effects count, too."""
+    """Registers the operators that torch.library knows to have effects."""
     registered = getattr(getattr(torch, "_library", None), "simple_registry", None)
     for name, entry in getattr(getattr(registered, "singleton", None), "_data", {}).items():
         has_effect = getattr(getattr(entry, "effect", None), "effect", None) is not None
@@ -309,7 +309,7 @@ def save_unrepeatable(
     *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
     ask_again: bool = False,
 ) -> Policy:
-    """The union of these policies: for expert and pipeline parallel training."""
+    """Makes the union of the policies above, for expert and pipeline parallel training."""
     _take_torchs_effects()
     return _of(save_unrepeatable, locals())
 
@@ -327,7 +327,8 @@ def save_ops(
     again. Otherwise backward raises a CheckpointError.
     save_through_hooks: kept results pass the saved-tensor hooks around the region, as its inputs
     do.
-    ask_again: the recompute asks, too. Memory: what is kept lives as long as the region's graph.
+    ask_again: recomputes call the policy, too.
+    Memory: kept results live as long as the region's graph.
     Raises ValueError for a name that no loaded library has registered.
     """
     return _of(save_ops, locals(), list(map(name_of, ops)))
@@ -341,16 +342,16 @@ def offload_ops(
     min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
-    """The same; the results wait on the CPU, copied there beside the device's work, and back ahead
-    of it.
+    """Moves the results of these operators to the CPU, beside the device's work, and back ahead of
+    their use. The other options are those of `save_ops`.
 
     min_offload_bytes: smaller results stay where they are [bytes].
-    prefetch_depth: how many copies back are begun ahead of the one that a recompute reads.
-    max_bytes_in_flight: of originals whose copies are not done [bytes]; beyond that the program
+    prefetch_depth: number of copies back that are begun ahead of the one that a recompute reads.
+    max_bytes_in_flight: limit of originals whose copies are not done [bytes]; beyond it the program
     waits.
-    keep_last: so many of the results that backward asks for first, over all regions, stay on the
-    device. Others move when they are not among these any more, and the program does not hold them.
-    Raises ValueError for a negative number, too.
+    keep_last: number of results, over all regions, that stay on the device since backward reads
+    them first. Others move when they are not among these any more, and the program does not hold
+    them. Raises ValueError for a negative number, too.
     """
     return _of(offload_ops, locals(), list(map(name_of, ops)))
 
@@ -371,7 +372,7 @@ def save_all_but_names(
     *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False,
     ask_again: bool = False,
 ) -> Policy:
-    """Keeps every value with a name but these; options as of `save_ops`."""
+    """Keeps every named value except these; options as of `save_ops`."""
     return _of(save_all_but_names, locals(), list(names))
 
 
@@ -383,5 +384,5 @@ def offload_names(
     min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES, prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT, keep_last: int = 0,
 ) -> Policy:
-    """The values with these names wait on the CPU; options as of `offload_ops`."""
+    """Moves the values with these names to the CPU; options as of `offload_ops`."""
     return _of(offload_names, locals(), list(names))

@@ -30,23 +30,23 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class ValueComparison:
-    """How `determinism_check="values"` compares elements:
+    """The comparison of elements by `determinism_check="values"`:
     `checkpoint(..., value_comparison=ValueComparison(...))`.
 
-    By itself all bits must be equal, by a 64-bit hash that is kept of each tensor: a NaN equals one
+    By default all bits must be equal, by a 64-bit hash kept of each tensor. A NaN equals one
     of the same bits, and 0 does not equal -0. Elements of floating point are equal, too, if
     |recomputed - forward| <= absolute_tolerance + relative_tolerance * |forward|; an infinity
     equals itself only. With a tolerance the elements that are compared are kept instead of a hash.
-    Raises ValueError for what is negative or NaN, TypeError for what is no number.
+    Raises ValueError for negative numbers and NaN, TypeError for other types.
     """
 
     absolute_tolerance: float = 0.0
     relative_tolerance: float = 0.0
     max_elements: int = 0
-    """So many elements of each tensor are compared at most, spread evenly over it; 0: all. What
-    differs elsewhere is not found."""
+    """The most elements of each tensor that are compared, spread evenly over it; 0: all.
+    Differences in other elements are not found."""
     nan: Literal["bits", "any"] = "bits"
-    """Which NaN are equal: those of the same bits, or all."""
+    """The NaN that are equal: those of the same bits, or all."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,7 +65,7 @@ add_kind("RegionHandle", of_class(RegionHandle, "a remat.RegionHandle"))
 
 
 class Checkpointing:
-    """A decorator: each call of what it is put on is a region with these options."""
+    """A decorator: each call of the decorated function is a region with these options."""
 
     def __init__(self, **options: Any) -> None:
         if "modules" in options and hasattr(options["modules"], "__iter__"):
@@ -82,7 +82,7 @@ class Checkpointing:
 
 
 def refuse_function(user: str, function: Any) -> None:
-    """Raises TypeError for what is no function that a region could run."""
+    """Raises TypeError for an object that a region cannot run."""
     if isinstance(function, type) and hasattr(function, "_call_impl"):  # of modules
         raise TypeError(
             f"{user}: the function must be a function or a module, got {said(function)}. Hint: "
@@ -94,8 +94,7 @@ def refuse_function(user: str, function: Any) -> None:
 
 
 def unbound(function: Any, error: TypeError) -> TypeError:
-    """The error for a function that was called with no arguments and needs some: by
-    `@remat.checkpoint` perhaps."""
+    """Returns the error for a call without arguments, made perhaps by `@remat.checkpoint`."""
     try:
         inspect.signature(function).bind()
         return error  # it came from inside
@@ -140,7 +139,7 @@ def not_taken(given: tuple[Any, list[str]], error: TypeError) -> TypeError:
 
 
 def checkpointed(function: F, **options: Any) -> F:
-    """A function each call of which is a region of `function`, with the options of `checkpoint`."""
+    """Wraps `function`: each call of the result is a region, with the options of `checkpoint`."""
     refuse_function("remat.checkpointed", function)
 
     @functools.wraps(function)
@@ -185,7 +184,7 @@ if TYPE_CHECKING:
     @overload
     def checkpoint(**options: Any) -> Checkpointing: ...
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        """See the text that the extension has."""
+        """See the docstring in the extension."""
 
 else:
     checkpoint = _remat.checkpoint

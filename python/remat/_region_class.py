@@ -27,7 +27,7 @@ _BUFFERS = ("restore", "ignore", "skip_batch_norm")
 
 
 class Region:
-    """What a module that is a region has beyond what it is. Immutable but for the switch."""
+    """The options, switch and plan of a region. Immutable but for switch and plan."""
 
     def __init__(
         self, options: dict[str, Any], *, training_only: bool, level: int, buffers: str,
@@ -46,8 +46,8 @@ class Region:
         self.level = level
         self.buffers = buffers
         self.enabled = enabled
-        self.plan: Any = None  # of a Sequential: see _fit.py
-        self.was_called = False  # with grad mode on; what unused_regions asks
+        self.plan: Any = None  # the plan of a Sequential: see _fit.py
+        self.was_called = False  # with grad mode on; read by unused_regions
         self.native = _remat._Options(
             {**options, "buffers": "ignore" if buffers == "ignore" else "restore"}
         )
@@ -87,7 +87,7 @@ _warned_in_eval: set[str] = set()
 
 @checked
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without regions: what `type(module) is` should be asked of."""
+    """Returns the class of a module without regions, for tests such as `type(module) is Block`."""
     found: type[nn.Module] = getattr(type(module), "_remat_plain_class", type(module))
     return found
 
@@ -185,7 +185,7 @@ def _make_class(plain: Any) -> Any:
 
     @functools.wraps(plain.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        plain_forward: Callable[..., Any] = plain.forward  # at each call: programs put others in
+        plain_forward: Callable[..., Any] = plain.forward  # at each call: programs may replace it
         if not takes_self:
             plain_forward = functools.partial(_without_self, plain_forward)
         region: Optional[Region] = self.__dict__.get(_KEY)
@@ -223,8 +223,7 @@ def _without_self(function: Callable[..., Any], self: Any, /, *args: Any, **kwar
 
 
 def _reduced(plain: type[nn.Module], reduced: Any) -> Any:
-    """What `pickle` and `copy` make the module of: by the plain class, which has the name that is
-    written."""
+    """Returns the reduction for `pickle` and `copy`, which names the plain class."""
     if isinstance(reduced, str):
         return reduced
     function, args, *rest = reduced
@@ -242,7 +241,7 @@ def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def reason_against(module: nn.Module) -> Optional[tuple[str, str]]:
-    """(reason, cure) if the module cannot be a region."""
+    """Returns (reason, cure) if the module cannot be a region, otherwise None."""
     from torch.nn.modules.lazy import LazyModuleMixin
 
     if isinstance(module, torch.jit.ScriptModule):
@@ -265,8 +264,7 @@ def reason_against(module: nn.Module) -> Optional[tuple[str, str]]:
 
 
 def _has_class_of_parametrize(module: nn.Module) -> bool:
-    """Whether its class is one that torch.nn.utils.parametrize made for it: with a property for
-    each tensor."""
+    """Returns whether parametrize made the module's class, with a property for each tensor."""
     own = vars(type(module))
     return is_parametrized(module) and any(
         isinstance(own.get(name), property)
@@ -275,7 +273,7 @@ def _has_class_of_parametrize(module: nn.Module) -> bool:
 
 
 def _derived_anew(derived: type[Any], base: type[Any]) -> type[Any]:
-    """A class like `derived`, from another base."""
+    """Returns a class like `derived`, from another base."""
     body = {
         name: value
         for name, value in vars(derived).items()
@@ -291,7 +289,7 @@ def switch_on(module: nn.Module, region: Region) -> None:
     if not hasattr(type(module), "_remat_plain_class"):
         plain = type(module)
         try:
-            # which parametrize changes, and takes away by its first base
+            # parametrize changes this class, and removes it through its first base
             if _has_class_of_parametrize(module):
                 found = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
             else:
@@ -306,7 +304,7 @@ def switch_on(module: nn.Module, region: Region) -> None:
 
 def switch_off(module: nn.Module) -> bool:
     region = region_of(module)
-    # else another class was derived from ours: FSDP2 does
+    # otherwise another class was derived from ours, as by FSDP2
     if "_remat_plain_class" in vars(type(module)):
         object.__setattr__(module, "__class__", plain_class(module))
     elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(

@@ -1,5 +1,5 @@
 """The public part of the extension module, for type checkers. Texts for `help` are in
-python/binding; what begins with an underscore is for this package alone, and has no types."""
+python/binding. Names that begin with an underscore are for this package alone, without types."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, Union, overload
@@ -31,26 +31,24 @@ class PolicyContext:
     def _call_of(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
 def checkpoint_name(x: torch.Tensor, name: str, /) -> torch.Tensor:
-    """`x`, with a name for policies. Outside of regions nothing but `x`."""
+    """Returns `x` with a name for policies. Outside of regions, returns just `x`."""
 
 def pin(x: torch.Tensor, /) -> torch.Tensor:
-    """Inside a region: keeps the value of `x`, and recomputes go on with it. For discrete
-    decisions."""
+    """Keeps the value of `x` inside a region for its recomputes. For discrete decisions."""
 
 @overload
 def save_region(function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
-    """Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it
-    returns."""
+    """Keeps, inside a region, the results of the call and the tensors that autograd saves in it."""
 
 @overload
 def save_region(name: str, function: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
-    """The same, if the region's policy keeps the name."""
+    """Keeps the same if the region's policy keeps the name."""
 
 def counters() -> dict[str, int]:
-    """Exact counts since the process started; those with `alive` are of now."""
+    """Returns exact counts since the process started; those with `alive` are current."""
 
 def is_checkpointing_disabled() -> bool:
-    """True under `disable_checkpoint()`: calls of `checkpoint` run plainly."""
+    """Returns True under `disable_checkpoint()`: calls of `checkpoint` run plainly."""
 
 def set_default_options(text: str, /) -> None:
     """Sets the process's defaults of options, as REMAT_OPTIONS does when the first region begins.
@@ -68,10 +66,10 @@ def default_options() -> str:
     """Returns the text of the defaults in force, "" without any."""
 
 def is_checkpointing() -> bool:
-    """True inside a region's first run that no recompute encloses."""
+    """Returns True inside a region's first run that no recompute encloses."""
 
 def is_recomputing() -> bool:
-    """True inside a recompute of any enclosing region."""
+    """Returns True inside a recompute of any enclosing region."""
 
 class PhaseInfo:
     phase: Final[str]
@@ -80,7 +78,7 @@ class PhaseInfo:
     name: Final[str]
 
 def current_phase() -> PhaseInfo:
-    """The phase of the innermost region on this thread, also on the threads of a backward."""
+    """Returns the phase of the innermost region on this thread, also in a backward."""
 
 class DecisionReport:
     op: Final[str]

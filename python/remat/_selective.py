@@ -1,4 +1,4 @@
-"""Selective contexts of torch.utils.checkpoint as native policies, where these do the same."""
+"""Selective contexts of torch.utils.checkpoint as native policies of the same effect."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ._remat import PolicyContext
 
 _create_contexts = upstream.create_selective_checkpoint_contexts
 counts: dict[str, int] = {}
-"""Of regions with a selective context: under "" those with a native policy, else by the reason why
-upstream's modes ran."""
+"""Counts of regions with a selective context: under "" those with a native policy, otherwise by the
+reason for running upstream's modes."""
 
 
 def _count(reason: str) -> None:
@@ -29,7 +29,7 @@ def _count(reason: str) -> None:
 
 
 asks_functions = threading.Event()
-"""Set: policy functions that do not look at results run as native policies."""
+"""A switch; if set, policy functions that do not look at results run as native policies."""
 
 # The policy function that upstream makes of a list is known by its code; the list is in its
 # closure.
@@ -40,9 +40,9 @@ _code_of_lists = next(
 )
 _policies: dict[tuple[Any, ...], Optional[Policy]] = {}
 
-# Operators that upstream's modes pass over. A program may add some: those run again in recomputes,
-# and no policy is asked. No policy is ever asked here about upstream's own; where a program takes
-# one away, upstream's modes run.
+# Operators that upstream's modes ignore. A program may add some: those run again in recomputes, and
+# no policy is asked. Policies are never asked here about upstream's own; if a program removes one
+# of these, upstream's modes run.
 _ignored_at_first = frozenset(getattr(upstream, "SAC_IGNORED_OPS", ()))
 _own_ignored = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 _functional: Any = torch._subclasses.functional_tensor.FunctionalTensor
@@ -54,8 +54,8 @@ def _added_ignored() -> Any:
 
 
 def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
-    """The native policy that keeps these operators; None where it would not do the same as
-    upstream's modes."""
+    """Returns the native policy that keeps these operators; None if upstream's modes would
+    differ."""
     if type(ops) is not list:
         return None
     added = _added_ignored()
@@ -73,17 +73,18 @@ def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
     return policy
 
 
-# Note [Policy functions] Upstream asks a policy function when the operator has run, and shows it
-# what came out (`op_output`); the library asks before, so that what is let go of need not be held.
-# A function that could look at the result therefore runs in upstream's modes. Which can is read off
-# its code: one of Python's, in which the context is used for nothing but `is_recompute`, and never
-# handed on. All else that it is given is the same: the operator, and its arguments as torch hands
-# them to a dispatch mode. What it is not asked about are operators that only pass a value on
-# (`alias`, `lift_fresh`, beside `detach`), casts of leaves that autocast caches, as those are made
-# once a scope, and operators of regions inside, which have policies of their own. All that decides
-# what is kept, and no gradient. Nor is it asked about operators of higher order, which upstream's
-# modes may keep the results of. Of those a program runs `flex_attention` without a compiler around
-# it, so where that was imported functions run in upstream's modes.
+# Note [Policy functions] Upstream calls a policy function when the operator has run, and shows it
+# the result (`op_output`); the library calls it before, so that dropped results need not be held. A
+# function that could look at the result therefore runs in upstream's modes. The function's code
+# decides: it must be a Python function that uses the context for nothing but `is_recompute`, and
+# never passes it on. All its other arguments are the same: the operator, and its arguments in the
+# form that torch passes to a dispatch mode. The library does not call it for operators that only
+# pass a value on (`alias`, `lift_fresh`, beside `detach`). It does not call it for casts of leaves
+# that autocast caches, as those are made once a scope, or for operators of inner regions, which
+# have their own policies. These differences concern only the kept results, and no gradient. The
+# library does not call it for operators of higher order either, whose results upstream's modes may
+# keep. Of those a program runs `flex_attention` without a compiler around it. So functions run in
+# upstream's modes once that was imported.
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"))
@@ -91,8 +92,8 @@ _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "curr
 
 @functools.lru_cache(maxsize=1000)
 def _looks_at_results(code: types.CodeType, position: int) -> bool:
-    """Whether a function may use its argument at `position`, a context of upstream's, for more than
-    `is_recompute`."""
+    """Returns whether a function may use its argument at `position`, a context of upstream, for
+    more than `is_recompute`."""
     if position >= code.co_argcount or code.co_flags & _SUSPENDS:
         return True
     name = code.co_varnames[position]
@@ -112,7 +113,7 @@ def _looks_at_results(code: types.CodeType, position: int) -> bool:
 
 
 def _may_be_asked_before(function: Any) -> bool:
-    """See Note [Policy functions]."""
+    """Returns whether the function may be called first. See Note [Policy functions]."""
     if not asks_functions.is_set() or "torch.nn.attention.flex_attention" in sys.modules:
         return False
     position = 0
@@ -131,9 +132,9 @@ def _may_be_asked_before(function: Any) -> bool:
 
 
 class _Asking:
-    """A policy function of upstream's as the library asks it; and the context around forward, after
-    which nobody asks any more: a graph shall not keep the function, which may keep tensors of the
-    graph."""
+    """A policy function of upstream in the form that the library calls, and the context around
+    forward. The context's end releases the function: a graph must not keep it, since it may keep
+    tensors of the graph."""
 
     __slots__ = ("function",)
 
@@ -162,8 +163,8 @@ class _Asking:
 
 
 def _native(function_or_ops: Any, allow_mutation: bool) -> Any:
-    """(policy, forward context, recompute context) that do the same as upstream's modes; the reason
-    if there are none."""
+    """Returns (policy, forward context, recompute context) with the effect of upstream's modes; or
+    the reason why there are none."""
     if not _ignored_at_first <= getattr(upstream, "SAC_IGNORED_OPS", _ignored_at_first):
         return "SAC_IGNORED_OPS lacks an operator"
     if callable(function_or_ops):
@@ -176,7 +177,7 @@ def _native(function_or_ops: Any, allow_mutation: bool) -> Any:
 
 
 def _source_of(forward: Any, recompute: Any) -> Any:
-    """The list or the function that upstream's two modes were made of, or None."""
+    """Returns the list or the function from which upstream's two modes were made, or None."""
     if (
         type(forward) is not upstream._CachingTorchDispatchMode
         or type(recompute) is not upstream._CachedTorchDispatchMode
@@ -192,8 +193,9 @@ def _source_of(forward: Any, recompute: Any) -> Any:
     ].cell_contents
 
 
-# From torch 2.14 on upstream's mode warns if it keeps a tensor past the user's hooks around, until
-# the call says which it wants. A native policy warns as the region begins, in the mode's own words.
+# From torch 2.14 on, upstream's mode warns if it keeps a tensor past the user's hooks around,
+# unless the call chooses one behavior. A native policy warns as the region begins, with the mode's
+# text.
 _HOOKS_TEXT = next(
     (
         constant
@@ -205,7 +207,7 @@ _HOOKS_TEXT = next(
 
 
 class PastHooks:
-    """A context_fn whose call said `respect_saved_tensors_hooks=False`."""
+    """A context_fn whose call had `respect_saved_tensors_hooks=False`."""
 
     def __init__(self, context_fn: Callable[[], Any]) -> None:
         self.context_fn = context_fn
@@ -225,7 +227,7 @@ def _warn_of_hooks(context_fn: Any) -> None:
 
 
 def contexts_of(context_fn: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """(policy, forward context, recompute context) of a region; None for what it does not have."""
+    """Returns (policy, forward context, recompute context) of a region, None for an absent one."""
     found: Any = None
     if type(context_fn) is functools.partial and context_fn.func is _create_contexts:
         found = _native_of_partial(context_fn)

@@ -1,4 +1,4 @@
-"""What stages leave behind in their modules when they are measured: nothing.
+"""State of modules around a measurement: stages that are measured leave no changes behind.
 
 While they run, each tensor that a module holds and does not learn is a copy. Afterwards
 attributes of modules, and the lists, dictionaries and sets in them, have their old contents.
@@ -27,7 +27,7 @@ _LISTS = (list, set, collections.deque)
 
 @contextlib.contextmanager
 def state_kept(stages: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """The modules of the stages, and generators that these hold, are afterwards as they were."""
+    """Restores the stages' modules, and the generators that these hold, at the end."""
     state = _State()
     try:
         for stage in stages:
@@ -39,7 +39,7 @@ def state_kept(stages: Iterable[Callable[..., Any]]) -> Iterator[None]:
 
 
 def _values_of(function: Any) -> list[Any]:
-    """What a function may use: its object, bound arguments, its closure, the globals it names."""
+    """Returns the objects that a function uses: its object, arguments, closure, named globals."""
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values()]
     if isinstance(function, types.MethodType):
@@ -75,7 +75,7 @@ class _State:
         self._add_used(stage, True)
 
     def _add_used(self, value: Any, is_stage: bool) -> None:
-        """The modules and generators that a value is, holds or calls."""
+        """Adds the modules and generators that a value is, holds or calls."""
         if isinstance(value, (nn.Module, torch.Generator)):
             self._add([value])
         elif isinstance(value, (list, tuple)):
@@ -96,7 +96,7 @@ class _State:
                 if isinstance(value, torch.jit.ScriptModule):
                     self._add_script(value)
                 elif not (isinstance(value, LazyModuleMixin) and value.has_uninitialized_params()):
-                    waiting.append(value.__dict__)  # a lazy one becomes another module, for good
+                    waiting.append(value.__dict__)  # a lazy one becomes another module, permanently
             elif isinstance(value, Region):
                 waiting.append(value.__dict__)
             elif isinstance(value, torch.Generator):
@@ -116,7 +116,7 @@ class _State:
                 waiting.extend(value)
 
     def _add_script(self, module: nn.Module) -> None:
-        # They are not Python's: each stays the object it is, and gets its contents back.
+        # The buffers are C++ objects: each remains the same, and gets its contents back.
         self._script_buffers.extend((each, each.detach().clone()) for each in module.buffers())
         self._learned.update(map(_storage_of, module.parameters()))
 
@@ -163,7 +163,7 @@ class _State:
         try:
             if storage is None or not _is_plain(tensor):
                 return tensor.clone()
-            # Of its strides, and in one memory with the tensors with which it is in one.
+            # The copy has the same strides; copies share memory if their originals do.
             if storage not in self._storages:
                 memory: Any = tensor.untyped_storage()
                 self._storages[storage] = memory.clone()
@@ -172,7 +172,7 @@ class _State:
                 self._storages[storage], tensor.storage_offset(), tensor.size(), tensor.stride()
             )
         except (RuntimeError, NotImplementedError, TypeError):
-            return tensor  # of a class that cannot be copied: nothing writes to it, as a rule
+            return tensor  # its class cannot be copied: it is rarely written to
 
     def put_back(self) -> None:
         for container, contents in self._noted.values():
@@ -188,14 +188,14 @@ class _State:
 
 
 def _has_shards(value: Any) -> bool:
-    """Whether others change the parameters in a dictionary while its module runs, as FSDP2 does."""
+    """Returns whether other code changes a dictionary's parameters in a forward, as FSDP2 does."""
     return any(
         isinstance(each, nn.Parameter) and type(each) is not nn.Parameter for each in value.values()
     )
 
 
 def _storage_of(tensor: torch.Tensor) -> Optional[int]:
-    """By which its memory is known; None for a tensor without."""
+    """Returns the identity of a tensor's storage; None for a tensor without one."""
     try:
         storage: int = tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError, ValueError):

@@ -18,7 +18,7 @@ Step = Callable[[], list[Any]]
 
 
 def state_of(net: nn.Module) -> list[Any]:
-    """All that a step leaves in a net."""
+    """Returns the parameters, buffers and gradients of a net after a step."""
     gradients = [each.grad for each in net.parameters()]
     return [*net.parameters(), *net.buffers(), *gradients]
 
@@ -345,7 +345,8 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 
 def run(make: Callable[[], Step], budget: Optional[remat.Budget] = None) -> tuple[list[Any], int]:
-    """What a step leaves, with the generator's state, and the most bytes that were alive in it."""
+    """Returns the results of a step with the generator's state, and the most bytes that were alive
+    in it."""
     torch.manual_seed(7)
     step = make()
     meter = remat.MemoryMeter()

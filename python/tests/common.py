@@ -1,4 +1,4 @@
-"""What the tests of the package share."""
+"""The shared parts of the package's tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def operators(x: torch.Tensor) -> torch.Tensor:
 
 
 class Table(torch.nn.Module):
-    """Fills a table once for each length, and remembers so in a number."""
+    """Fills a table once for each length, and remembers this in a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ whole = unittest.skipIf(IS_SAMPLE, "runs with ./dev test --all")
 
 
 def sampled(cases: Sequence[Any], number: int = 1) -> Sequence[Any]:
-    """The first cases where a sample is asked for, otherwise all."""
+    """Returns the first cases where a sample is asked for, otherwise all."""
     return cases[:number] if IS_SAMPLE else cases
 
 
@@ -78,8 +78,7 @@ def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.Com
     return run_python("-c", text, *arguments, timeout=timeout)
 
 
-# What a C++ program would write, and nobody who uses the package. Operators have names of their
-# own.
+# Words of C++ programs, which users of the package must not see. Operators have names of their own.
 FOREIGN = re.compile(
     r"remat::|\b(?:at|c10)::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b"
 )

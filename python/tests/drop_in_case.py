@@ -1,4 +1,5 @@
-"""What the tests of the drop-in share: remat is installed for each, and its regions are counted."""
+"""The shared case of the drop-in's tests: remat is installed for each, and its regions are
+counted."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ CASES = {
         threading.Thread(target=work, daemon=True).start()
         ready.wait()
     """,
-    # No operator of torch's runs when these end: what aborts then is not torch's.
+    # No operator of torch runs when these end, so that torch aborts nothing.
     "a daemon thread that sleeps in a function": """
         def work():
             def asleep(t):
@@ -245,7 +245,7 @@ def region(x):
 
 
 def calls(side: str) -> Any:
-    """What runs a function on this side."""
+    """Returns the function that runs a function on this side."""
     import torch  # noqa: F401
     from torch.utils.checkpoint import checkpoint
 
@@ -263,7 +263,8 @@ def calls(side: str) -> Any:
 
 
 def fork_many(case: str, side: str, runs: int) -> str:
-    """The program to run in a fork; in the parent the process ends here."""
+    """Returns the case's program in each fork; the parent counts the ends, prints them and exits
+    here."""
     import torch
 
     torch.set_num_threads(1)
@@ -291,7 +292,7 @@ def fork_many(case: str, side: str, runs: int) -> str:
 
 
 def compare(cases: list[str], runs: int) -> int:
-    """Prints the table; the number of cases in which remat alone ends badly."""
+    """Prints the table, and returns the number of cases in which remat alone ends badly."""
     print(f"{'exit codes but 0, of ' + str(runs):46} " + " ".join(f"{side:>16}" for side in SIDES))
     worse = 0
     for case in cases:

@@ -29,7 +29,7 @@ from typing import Any, Callable
 
 from upstream import count, ends_of
 
-# What runs in the child: fairscale's wrapper on another checkpoint, then pytest.
+# The program of the child: fairscale's wrapper on another checkpoint, then pytest.
 RUN = """
 import json, sys
 way, arguments = json.loads(sys.argv[1])
@@ -58,7 +58,7 @@ FAIRSCALE_TESTS = ("test_checkpoint_activations.py", "test_checkpoint_activation
 
 
 def run_fairscale(folder: Path, way: str) -> tuple[dict[str, str], int, str]:
-    """({test: how it ended}, regions opened, the output's end)."""
+    """Returns ({test: its end}, regions opened, the output's end)."""
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         arguments = [str(folder / "tests" / "nn" / "checkpoint" / name) for name in FAIRSCALE_TESTS]
@@ -82,7 +82,7 @@ def run_fairscale(folder: Path, way: str) -> tuple[dict[str, str], int, str]:
 
 
 def compare_fairscale(folder: Path) -> int:
-    """Prints the columns; the number of tests that the drop-in ends otherwise."""
+    """Prints the columns, and returns the number of tests that the drop-in ends otherwise."""
     print(f"{'fairscale: pass/fail/skip':34} regions opened")
     found = {}
     for way in ("upstream", "drop-in", "own"):
@@ -104,7 +104,7 @@ Make = Callable[[bool], Any]
 
 
 def monai_networks() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
-    """(name, what makes the network with its switch, the input's shape)."""
+    """Returns (name, the maker of the network with its switch, the input's shape)."""
     from monai.networks.blocks.activation_checkpointing import ActivationCheckpointWrapper
     from monai.networks.nets import VQVAE, AutoencoderKL, SwinUNETR, UNet
 
@@ -143,7 +143,7 @@ def monai_networks() -> Iterator[tuple[str, Make, tuple[int, ...]]]:
 
 
 def train(make: Make, shape: tuple[int, ...], on: bool) -> list[Any]:
-    """Losses and gradients of two steps."""
+    """Returns losses and gradients of two steps."""
     import torch
 
     def tensors(result: Any) -> Iterator[torch.Tensor]:
@@ -177,7 +177,7 @@ def train(make: Make, shape: tuple[int, ...], on: bool) -> list[Any]:
 
 
 def compare_monai() -> int:
-    """Prints a row for each network; the number of those whose trainings differ."""
+    """Prints a row for each network, and returns the number of those whose trainings differ."""
     import torch
 
     import remat

@@ -336,7 +336,7 @@ class Run:
             yield guards[self.program.guard]()
 
     def results(self) -> list[Tensor | None]:
-        """The output, gradients, and how the run left the generator and, but for the drop-in,
+        """Returns the output, gradients, the generator's state, and, except for the drop-in,
         running statistics."""
         leaves = [self.x, *self.parameters]
         for module in (self.linear, self.norm, self.lstm):
@@ -373,7 +373,7 @@ class Run:
 
 
 # ================================================================================
-# What differs
+# Differences
 # ================================================================================
 
 
@@ -398,7 +398,7 @@ def _outcome(program: Program, way: str, seed: int, folder: str) -> list[Tensor 
 
 
 def difference(program: Program, seed: int, folder: str) -> str:
-    """Empty if all ways agree."""
+    """Returns the differences; empty if all ways agree."""
     plain = _outcome(program, "plain", seed, folder)
     for way in WAYS[1:]:
         found = _outcome(program, way, seed, folder)
@@ -406,7 +406,7 @@ def difference(program: Program, seed: int, folder: str) -> str:
             if not isinstance(found, Exception):
                 return f"{way}: plainly raises {plain!r}"
         elif isinstance(found, Exception):
-            # What is kept and then written to is refused.
+            # A kept tensor that is written to is refused.
             if getattr(found, "kind", None) is not remat.ErrorKind.SELECTIVE_MUTATION:
                 return f"{way}: raises {type(found).__name__}: {found}"
         else:
@@ -424,7 +424,7 @@ def _regions(block: list[Any]) -> Iterator[Region]:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """The program with one thing less: a statement, a call around statements, an option."""
+    """Yields the program with one thing less: a statement, a call around statements, an option."""
     for place in range(1 + len(list(_regions(program.block)))):
         for position in range(1000):
             less = copy.deepcopy(program)
@@ -454,7 +454,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def smallest(program: Program, seed: int, folder: str) -> Program:
-    """A smaller program that still differs in the same way."""
+    """Returns a smaller program that still differs in the same way."""
     way = difference(program, seed, folder).split(":")[0]
     while True:
         for less in _smaller(program):

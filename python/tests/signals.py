@@ -37,8 +37,8 @@ def with_rest(t: torch.Tensor) -> torch.Tensor:
 
 
 def with_hooks(t: torch.Tensor) -> torch.Tensor:
-    # No `with`: an exception between the code of `__enter__` and the body leaves the context open,
-    # without regions, too.
+    # There is no `with`: an exception between the code of `__enter__` and the body leaves the
+    # context open, without regions, too.
     y = t.sin()
     y.register_hook(lambda gradient: gradient * len([1]))
     z = y.cos()
@@ -59,8 +59,8 @@ def keeps(context: remat.PolicyContext) -> bool:
     return len([context.op_name]) == 1 and "exp" in context.op_name
 
 
-# Kept: a policy that dies runs a callback of `weakref`, which the interpreter lets no exception out
-# of.
+# Policies are kept: a policy that dies runs a callback of `weakref`, and the interpreter lets no
+# exception out of it.
 POLICY = remat.Policy(keeps, ask_again=True)
 Region = Callable[[torch.Tensor], torch.Tensor]
 WAYS: dict[str, Region] = {
@@ -77,8 +77,8 @@ WAYS: dict[str, Region] = {
 
 
 def count(way: str, num_exceptions: int, seconds: float) -> tuple[int, int]:
-    """How many exceptions the handler has raised inside of steps, at most for so long; and how many
-    of them came out."""
+    """Returns the number of exceptions that the handler has raised inside of steps, at most for
+    that time; and the number of them that came out."""
     region = WAYS[way]
     x = leaf(3)
     raised = caught = 0

@@ -1,5 +1,4 @@
-"""Arguments of wrong types: refused where they are given, by name, with what was given and what to
-give."""
+"""Arguments of wrong types: refused at the call, by name, with the given value and a hint."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class Place:
     load = store
 
 
-# How each public function is called rightly; the arguments that no check of a type can refuse are
-# in NOT_CHECKED.
+# Each public function with right arguments; the arguments that no check of a type can refuse are in
+# NOT_CHECKED.
 RIGHT: dict[str, tuple[Any, ...]] = {
     "Checkpointed": (model,), "apply": (model, "every=1,name=0"), "remove": (model,),
     "is_checkpointed": (model,),
@@ -71,8 +70,8 @@ NOT_CHECKED = {
     "save_elsewhere": {"place"}, "Plan": {"regions", "moved"}, "fit": {"model_or_stages"},
     "ValueComparison": {"nan"},
 }  # fmt: skip
-# What no other function has: without arguments that have a type, of classes that have no
-# constructor of their own, ...
+# Functions of other kinds: without arguments that have a type, of classes that have no constructor
+# of their own, ...
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region",
     "state_provider",  # these are below
@@ -99,7 +98,7 @@ def found(name: str) -> Any:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The text of the TypeError; of a guard, before it is entered."""
+    """Returns the text of the TypeError; of a guard, before it is entered."""
     try:
         call()
     except TypeError as error:
@@ -302,7 +301,7 @@ class Arguments(Case):
         def missing() -> None:
             raise TypeError("my own")
 
-        # which came from inside
+        # The error came from inside.
         self.assertEqual(refused(lambda: remat.checkpoint(missing)), "my own")
         self.assertIn("forward() missing", refused(lambda: remat.checkpoint(model)))  # torch's
         self.assertEqual(remat.checkpoint(lambda: 3), 3)

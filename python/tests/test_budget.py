@@ -186,7 +186,7 @@ class TheGuard(Case):
             self.assertEqual(budget.report().budget_bytes, sys.maxsize)
 
     def test_moving(self) -> None:
-        """Results of memory that is not torch's cannot be made again, but they can move."""
+        """Results of memory that torch does not own cannot be made again, but they can move."""
         weight = leaf(64, 64)  # 16 KiB
         foreign = torch.frombuffer(bytearray(weight.nbytes), dtype=torch.float32).view(64, 64)
 

@@ -19,14 +19,14 @@ from common import Case, gradient, leaf
 
 
 class WhatChanges(Case):
-    """Writes that autograd refuses, and writes that nobody sees."""
+    """Writes that autograd refuses, and writes that no check sees."""
 
     def both(self, program: Callable[[], Any], bytes: int = 30_000) -> tuple[Any, Any]:
         def outcome() -> Any:
             try:
                 return program()
             except RuntimeError as error:
-                # The name of the node is nobody's to know where a hook packs the tensor.
+                # No check can know the name of the node where a hook packs the tensor.
                 return re.sub(r", which is output \d+ of \w+,", "", str(error))
 
         plain = outcome()

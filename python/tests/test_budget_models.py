@@ -376,7 +376,7 @@ PROGRAMS: dict[str, Program] = {
 def train(
     program: Program, budget: Optional[Callable[[], remat.Budget]] = None
 ) -> tuple[dict[str, Any], Optional[remat.BudgetReport]]:
-    """Two steps from the same seed. What they leave, by name."""
+    """Runs two steps from the same seed, and returns their results by name."""
     torch.manual_seed(1)
     model, loss_of = program.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)

@@ -1,8 +1,8 @@
 """remat.budget on two ranks with different budgets: gradients in common, shards, tensor parallel.
 
 Each program runs on two processes over Gloo, plain, with budgets, and with budgets that move values
-to a file. What a rank drops and runs
-again is its own affair: no rank may wait for another one in a rerun, and results are equal.
+to a file. Each rank drops and runs again on its own: no rank may wait for another one in a rerun,
+and results are equal.
 """
 
 from __future__ import annotations

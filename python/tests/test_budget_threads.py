@@ -48,7 +48,7 @@ def net(seed: int = 0, depth: int = 4) -> nn.Module:
 
 
 def span_of(step: Callable[[], Any]) -> int:
-    """The peak of a step [bytes], by the report of an unlimited budget."""
+    """Returns the peak of a step [bytes], by the report of an unlimited budget."""
     with torch.random.fork_rng(), remat.budget(1 << 60) as budget:
         step()
     return budget.report().peak_bytes

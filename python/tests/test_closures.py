@@ -1,5 +1,4 @@
-"""Variables around a function, and around what it calls, are in a recompute what they were in
-forward."""
+"""Variables around a function and its callees: a recompute finds their values of forward."""
 
 from __future__ import annotations
 

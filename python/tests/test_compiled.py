@@ -1,5 +1,4 @@
-"""`remat.checkpoint` where torch.compile or an export traces: each program in a process of its
-own."""
+"""`remat.checkpoint` under torch.compile or an export: each program in a process of its own."""
 
 from __future__ import annotations
 

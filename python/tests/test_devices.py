@@ -85,7 +85,7 @@ class Device(Case):
         self.assertEqual(meter.live_bytes, before)
         self.assertEqual(meter.peak_bytes - before, BYTES)
         self.assertGreater(remat.free_bytes(self.device), 0)
-        # the limit takes all that is left
+        # The limit takes all that is left.
         set_total_bytes = ctypes.CDLL(STAND_IN)["_ZN8stand_in15set_total_bytesEl"]
         set_total_bytes(ctypes.c_long(1 << 20))
         try:

@@ -1,4 +1,4 @@
-"""remat under torch.utils.checkpoint: what upstream's users write means the same."""
+"""remat under torch.utils.checkpoint: programs for upstream have the same meaning."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
 
 def codes_run(action: Callable[[], Any]) -> set[Any]:
-    """The code of Python's functions that `action` calls."""
+    """Returns the code of Python's functions that `action` calls."""
     seen: set[Any] = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -182,7 +182,7 @@ def codes_run(action: Callable[[], Any]) -> set[Any]:
     return seen
 
 
-# What `checkpoint` runs behind its wrapper.
+# The functions that `checkpoint` runs behind its wrapper.
 OF_UPSTREAM = inspect.unwrap(checkpoint).__code__
 
 

@@ -53,7 +53,7 @@ class Selective(DropIn):
         self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS, True), True)
 
     def test_hooks_around_are_warned_of_where_upstream_does(self) -> None:
-        """From torch 2.14 on; its parts that older releases lack are put in."""
+        """The test follows torch 2.14, and puts in the parts that older releases lack."""
         text = "choose by respect_saved_tensors_hooks=True|False"
         context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS)
 
@@ -166,7 +166,7 @@ class Selective(DropIn):
             remat.install()
         self.assertGreater(len(asked), 20)
         self.assertTrue(any("weight" in str(each) for each in asked))
-        # What makes nothing and only passes a value on is no question.
+        # An operator that makes nothing and only passes a value on is no question.
         self.assertEqual(
             natively, [each for each in asked if each[0] is not torch.ops.aten.lift_fresh.default]
         )
@@ -355,7 +355,7 @@ class Ignored(DropIn):
         super().tearDown()
 
     def products(self, context_fn: Any) -> int:
-        """How many products backward makes."""
+        """Returns the number of products that backward makes."""
         x = leaf()
         f = lambda t: (t @ t).sin().exp() @ t  # noqa: E731
         y = region(f, x, context_fn=context_fn)

@@ -49,7 +49,7 @@ class Names(Case):
     def change_in(
         self, module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
     ) -> str:
-        """What backward raises if a tensor is changed before it."""
+        """Returns the error of backward if a tensor is changed before it."""
         y = call(torch.randn(3, 4, requires_grad=True))
         with torch.no_grad():
             tensor.add_(1)
@@ -93,7 +93,7 @@ class Names(Case):
                     text, f"parameter '{path}' of {owner} .(saved tensor at|captured tensor that)"
                 )
                 self.assertNotIn("StandIn", text)
-        # Nobody says whose it is.
+        # No module is known for the tensor.
         self.assertIn(
             "name it in `modules`",
             self.change_in(module, lambda x: remat.checkpoint(lambda t: module(t), x), weight),

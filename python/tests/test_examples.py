@@ -1,4 +1,4 @@
-"""The examples run, and say what they promise."""
+"""The examples run, and print the promised output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_PYBIND = re.compile(
 
 
 def output_of(*command: str) -> str:
-    """What an example prints."""
+    """Returns the output of an example."""
     folder = os.path.dirname(os.path.dirname(remat.__file__))
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Guards: each does in its scope what it says, and nothing behind it."""
+"""Guards: each takes effect in its scope, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Guards(Case):
             with guard as moved, remat.Recorder() as recorder:
                 y = function(leaf() * 1).sum()
                 self.assertIs(moved, guard)
-            # What sin and cos save, and the result that exp saves and cos takes: once.
+            # The tensors that sin and cos save, and the result that exp saves and cos takes: once.
             self.assertEqual(moved.counts[:5], (2, 2 * 256, 0, 0, 0))
             y.backward()  # after the scope
             self.assertEqual(moved.counts[:5], (2, 2 * 256, 3, 0, 3 * 256))
@@ -441,7 +441,7 @@ print("over")
 
 
 class Kept:
-    """A place that copies, and counts what it is asked."""
+    """A place that copies, and counts its calls."""
 
     def __init__(self) -> None:
         self.stored: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Hooks over several tensors that a region's function registers: what they hold goes with the
+"""Hooks over several tensors that a region's function registers: their objects go with the
 recompute."""
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class MultiGradHooks(Case):
         return gradient * b
 
     def steps(self, function: Function, call: Call) -> tuple[int, torch.Tensor]:
-        """How often the hook was called in four steps, and the gradient; nothing may stay, without
-        the collector."""
+        """Returns the hook's calls in four steps, and the gradient; nothing may stay, without the
+        collector."""
         self.calls = 0
         gc.collect()
         gc.disable()
@@ -125,7 +125,7 @@ class MultiGradHooks(Case):
         self.assertEqual(plain, 2 * 4)
         for call in (remat.checkpoint, drop_in):
             calls, found = self.steps(self.backward_inside, call)
-            # as with upstream's regions: forward, recompute, the backward itself
+            # The hook runs as with upstream's regions: forward, recompute, the backward itself.
             self.assertEqual(calls, 3 * 4)
             self.check_equal(found, expected)
 
@@ -150,7 +150,7 @@ class MultiGradHooks(Case):
                 warnings.simplefilter("ignore")
                 call(function, x).sum().backward()
             self.assertEqual(seen, [[True, True, True]])
-            # through the recompute's graph, of which c's node is gone
+            # The backward goes through the recompute's graph, of which c's node is gone.
             self.kept[1].sum().backward()
             self.assertEqual(seen[1:], [[True, True, False]])
         self.kept.clear()
@@ -172,7 +172,7 @@ class MultiGradHooks(Case):
         for _ in range(3):
             remat.checkpoint(function, x).sum().backward()
         self.assertEqual(meter.live_bytes, before)
-        # of a leaf all hooks stay, as in plain autograd
+        # All hooks of a leaf stay, as in plain autograd.
         self.assertEqual((calls, self.calls), (1, 1 + 2 + 3 + 4))
 
 

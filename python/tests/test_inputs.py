@@ -293,7 +293,7 @@ class Arguments(Case):
             lambda n: n._values.exp() + n._values,
         ]
         for number, f in enumerate(functions):
-            # What autograd makes below itself has a tensor inside without a history.
+            # Tensors that autograd makes below itself have a tensor inside without a history.
             makes = (jagged, lambda: jagged() * 2) if number < 5 else (jagged,)
             for make in makes:
                 with self.subTest(number=number):
@@ -359,7 +359,8 @@ class Arguments(Case):
             return total
 
         small = min(seconds(2000) for _ in range(3))
-        # 32 times as many; all by all were a thousand times
+        # The tensors are 32 times as many; comparisons of all pairs would be a thousand times as
+        # many.
         self.assertLess(seconds(64000), 150 * small)
 
     def test_functions_that_write_to_their_arguments(self) -> None:
@@ -483,8 +484,7 @@ class Arguments(Case):
 
 
 class Hooks(Case):
-    """What a function registers on tensors from outside is registered once, as plain execution
-    does."""
+    """Registrations of a function on tensors from outside happen once, as in plain execution."""
 
     def gradients(
         self, register: Callable[[torch.Tensor], object], is_argument: bool,

@@ -153,8 +153,8 @@ class Lifetime(Case):
     )
     def test_every_reference_is_given_back(self) -> None:
         def total() -> int:
-            """The sum of all reference counts: of what the collector knows, and of what that refers
-            to."""
+            """Returns the sum of all reference counts: of the collector's objects, and of the
+            objects that these refer to."""
             gc.collect()
             known = {id(each): each for each in gc.get_objects()}
             for each in [child for each in known.values() for child in gc.get_referents(each)]:

@@ -64,7 +64,7 @@ class Everything(nn.Module):
 
 
 def state_of(value: Any) -> Any:
-    """What can be compared of the state of a module, and of all that is in it."""
+    """Returns the comparable state of a module, and of all that is in it."""
     if isinstance(value, nn.Module):
         return {name: state_of(each) for name, each in vars(value).items()}
     if isinstance(value, torch.Tensor):

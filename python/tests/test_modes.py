@@ -1,5 +1,5 @@
-"""Regions with native policies beside what looks at the stack of dispatch modes: each program in a
-process of its own, which must come to its end, with the gradients that it has without a region."""
+"""Regions with native policies beside programs that read the stack of dispatch modes. Each program
+runs in a process of its own, which must come to its end, with its gradients without a region."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Modes(Case):
         )
 
     def test_values_with_names_whose_class_has_its_elements_elsewhere(self) -> None:
-        # Of the storage of such a tensor, its sizes and its keys no other one can be made.
+        # No other tensor can be made from the storage, sizes and keys of such a tensor.
         ended = run_script("""
 import torch, remat
 from torch.testing._internal.two_tensor import TwoTensor

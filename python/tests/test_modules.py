@@ -1,5 +1,5 @@
-"""Modules that are regions: gradients, buffers, names, copies; and which modules of a tree a choice
-means."""
+"""Modules that are regions: gradients, buffers, names, copies; and the choice of modules in a
+tree."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made(norm: bool = False) -> Net:
 
 
 def train(net: nn.Module, steps: int = 3) -> list[torch.Tensor]:
-    """Losses, parameters and buffers after some steps."""
+    """Returns losses, parameters and buffers after some steps."""
     torch.manual_seed(5)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
@@ -617,8 +617,8 @@ class SaveRegion(Case):
 
 
 class Parts(nn.Module):
-    """Calls its first block as a module, of the second one the parts, of the third one its class's
-    forward."""
+    """Calls its first block as a module, the parts of the second one, and the class's forward of
+    the third one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Plans that move what stages and regions save to where it waits: measured, solved, run and
-fitted."""
+"""Plans that move saved tensors of stages and regions: measured, solved, run and fitted."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Stages = list[Callable[[torch.Tensor], torch.Tensor]]
 
 
 def various_stages() -> Stages:
-    """They save different things; the last one is the loss."""
+    """Returns stages that save different things; the last one is the loss."""
     return [
         lambda x: x.sin().cos(),  # its input, and a value
         lambda x: (x * x.exp()).tanh(),  # ... and its output
@@ -44,7 +43,7 @@ def various_stages() -> Stages:
 
 
 def region_lists(first: int, last: int) -> Iterator[list[tuple[int, int]]]:
-    """The regions of all plans of these stages whose levels end with a plain stage."""
+    """Yields the regions of all plans of these stages whose levels end with a plain stage."""
     if first > last:
         yield []
         return
@@ -92,7 +91,7 @@ def blocks(number: int) -> nn.Sequential:
 def step(
     net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Loss, gradients and buffers."""
+    """Returns loss, gradients and buffers."""
     torch.manual_seed(5)
     for each in net.parameters():
         each.grad = torch.zeros_like(each)
@@ -340,8 +339,8 @@ class Moving(Case):
         measured = remat.fit(chain, self.x, budget, **settings)  # type: ignore[arg-type]
         self.assertLessEqual(measured.measured_bytes, budget)
         self.assertIn("copies of 1,000,000 bytes", str(measured))
-        # What copies take here depends on what else the machine does: say that they take next to
-        # nothing.
+        # The time of copies here depends on the other load of the machine: say that they take next
+        # to nothing.
         cost = measured.cost._replace(moving=remat.MoveCost(1e-15, 1e-15, 0.1))
         fitted = remat.fit(chain, self.x, budget, cost=cost, **settings)  # type: ignore[arg-type]
         self.assertNotEqual(fitted.plan.moved, [])

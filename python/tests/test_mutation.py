@@ -1,5 +1,5 @@
-"""What is changed in place around a region: under torch's allow_mutation_on_saved_tensors, and in
-regions inside."""
+"""Changes in place around a region: under torch's allow_mutation_on_saved_tensors, and in regions
+inside."""
 
 from __future__ import annotations
 
@@ -164,8 +164,7 @@ class AllowMutation(Failing):
                     self.assertEqual(caught.exception.kind, kind)
 
     def test_a_region_that_copies_is_right_where_torch_is_not(self) -> None:
-        # The scope looks for what shares memory by the address where a tensor begins, and misses
-        # a[1].
+        # The scope looks for tensors that share memory by their first addresses, and misses a[1].
         w = weights()
         right = torch.autograd.grad(w[:2].sin().exp().sum(), w)
         self.check_equal(self.gradients(view_of_an_argument, copying), [*right, *right])

@@ -1,4 +1,4 @@
-"""Recorders, what graphs hold, and meters: their figures."""
+"""Recorders, saved tensors of graphs, and meters: their figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Observe(Case):
         (region,) = report.regions
         self.assertEqual(region.name, "block")
         self.assertEqual((region.calls, region.recomputes), (3, 3))
-        # Two results, 4000 bytes each: what is saved of x is there anyway.
+        # Two results of 4000 bytes each: the saved part of x is there anyway.
         self.assertEqual(region.bytes_dropped, 3 * 2 * 4000)
         self.assertEqual(region.bytes_inputs, 3 * 4000)
         self.assertGreater(region.recompute_s, 0)

@@ -1,4 +1,4 @@
-"""Policies that know which module runs and which parameter an operator reads; tables."""
+"""Policies that know the running module and the parameter that an operator reads; tables."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ class Paths(Case):
 
 class Tables(Case):
     def kept(self, policy: Any) -> int:
-        """How many results a net keeps with the policy, whose gradients are those without."""
+        """Returns the number of results that a net keeps with the policy, whose gradients are those
+        without."""
         net, x = Net(policy), leaf()
         plain = copy.deepcopy(net)
         plain.policy = None

@@ -52,7 +52,7 @@ def zeroed(net: nn.Module) -> None:
 
 
 def step(net: nn.Module, run: object, x: torch.Tensor) -> list[torch.Tensor]:
-    """Loss, gradients and buffers."""
+    """Returns loss, gradients and buffers."""
     torch.manual_seed(5)
     for each in net.parameters():
         if each.grad is not None:

@@ -1,4 +1,4 @@
-"""Random programs, and whether a wrong one is found."""
+"""Random programs, and the search for a wrong one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from random_programs import Operation, Program, Region
 
 class RandomPrograms(Case):
     def setUp(self) -> None:
-        # Where another test has imported it, policy functions run in upstream's modes, which allow
-        # one backward.
+        # Another test may have imported it: then policy functions run in upstream's modes, which
+        # allow one backward.
         name = "torch.nn.attention.flex_attention"
         if (module := sys.modules.pop(name, None)) is not None:
             self.addCleanup(sys.modules.__setitem__, name, module)

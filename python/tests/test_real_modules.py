@@ -117,7 +117,7 @@ def noted(value: Any, depth: int = 0) -> Any:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Parameters, buffers and attributes of a module and of all below it."""
+    """Returns parameters, buffers and attributes of a module and of all below it."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules():
         for name, value in {**each._parameters, **each._buffers, **vars(each)}.items():
@@ -127,7 +127,8 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def tensors_in(module: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
-    """The tensors themselves among them: forward may assign another one with the same contents."""
+    """Returns weak references to a module's tensors: forward may assign another one with the same
+    contents."""
     return {
         f"{path}.{name}": weakref.ref(value)
         for path, each in module.named_modules()
@@ -137,7 +138,7 @@ def tensors_in(module: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
 
 
 def difference(one: Any, other: Any, path: str = "") -> Optional[str]:
-    """Where the two differ, or None."""
+    """Returns the first difference of the two, or None."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same = (
             one.dtype == other.dtype
@@ -231,7 +232,8 @@ def without(step: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def outcome(found: Training, expected: Training, beyond: tuple[str, ...] = ()) -> str:
-    """Returns "equal", where the two differ, or the kind of the error that ended the training."""
+    """Returns "equal", the first difference of the two, or the kind of the error that ended the
+    training."""
     for step, (mine, theirs) in enumerate(zip(found.steps, expected.steps)):
         where = difference(
             without(mine, (*beyond, ".last_seconds")), without(theirs, (*beyond, ".last_seconds"))

@@ -1,4 +1,4 @@
-"""Recomputes: where they end, forwards that wait for them, and backwards inside them."""
+"""Recomputes: their ends, forwards that wait for them, and backwards inside them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Stops(Case):
 
 
 class Waiting(Case):
-    """A recompute that forward itself waits for runs nothing that forward has not run yet."""
+    """Forward can wait for a recompute: that runs nothing that forward has not run yet."""
 
     def check(self, before: Callable[[torch.Tensor], Any]) -> None:
         def run(call: Callable[..., Any]) -> tuple[list[float], int, list[float]]:

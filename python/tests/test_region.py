@@ -1,5 +1,5 @@
-"""remat.checkpoint: results, random numbers and settings as without a region, levels, comparisons
-of values."""
+"""remat.checkpoint: results, random numbers and settings of regions, levels, comparisons of
+values."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Results(Case):
             for way, run in ways.items():
                 with remat.installed(), self.subTest(kind=kind, way=way):
                     self.check_equal(program(kind, x, run), plain)
-        # Without, it moves on in the recompute.
+        # Without it, the generator moves on in the recompute.
         generator = torch.Generator().manual_seed(3)
         y = remat.checkpoint(Noisy(generator), leaf(), preserve_rng_state=False)
         before = generator.get_state()
@@ -232,7 +232,7 @@ class Results(Case):
         y = remat.checkpoint(function, x)
         gradient(y, x)
         self.assertEqual(runs, 2)
-        # What was in a variable goes with the graph.
+        # The content of a variable goes with the graph.
         class Held:
             def __call__(self, t: torch.Tensor) -> torch.Tensor:
                 return t
@@ -472,7 +472,7 @@ class Levels(Case):
 
 class Values(Case):
     def read(self, change: Any, **rule: Any) -> None:
-        """Backward of a region whose recompute saves something else."""
+        """Runs backward of a region whose recompute saves something else."""
         x, is_first = leaf(), [True]
 
         def f(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Where the recompute of a Python function ends: as upstream ends it, and seen by nothing else that
-runs until then."""
+"""The ends of a Python function's recompute, which are upstream's and unseen by other running
+code."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Function = Callable[[torch.Tensor, Log], torch.Tensor]
 
 
 def ways(function: Callable[[torch.Tensor], torch.Tensor], name: str = "sin") -> list[str]:
-    """Runs the region forward and backward; how each call of the operator of this name has ended:
-    'return' or 'exception'."""
+    """Runs the region forward and backward, and returns the end of each call of the operator with
+    this name: 'return' or 'exception'."""
     ends: list[str] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -318,7 +318,7 @@ class AsUpstream(Case):
         for function in FUNCTIONS:
             for size in (3, 5000):
                 with self.subTest(function=function.__name__, size=size):
-                    # the interpreter puts other instructions in place of those it was given
+                    # The interpreter replaces the instructions that it was given.
                     for _ in range(3):
                         log, gradient = logged_step(function, size, installed=False)
                         ours, our_gradient = logged_step(function, size, installed=True)
@@ -427,7 +427,7 @@ class Ways(DropIn):
 
 
 class Exceptions(Case):
-    """What a signal's handler raises arrives, whenever it comes."""
+    """The exception of a signal's handler arrives, whenever it comes."""
 
     def test_at_any_time(self) -> None:
         for way in signals.WAYS:
@@ -595,7 +595,7 @@ class Interrupted(DropIn):
         for _ in range(100):
             time.sleep(0)
         self.assertTrue(torch.equal(gradients[0], logged_step(plain, 3, installed=False)[1]))
-        # and nothing of it is left to be raised
+        # No error of it is left to be raised.
         self.assertEqual(
             logged_step(plain, 3, installed=True)[0],
             ["begin", "middle", "end", "backward", "begin", "middle"],

@@ -20,7 +20,7 @@ def operators(x: torch.Tensor) -> torch.Tensor:
 
 
 class Reading(torch.autograd.Function):
-    """Reads what it saved with the interpreter's lock held."""
+    """Reads its saved tensors with the interpreter's lock held."""
 
     @staticmethod
     def forward(ctx, t):  # type: ignore[no-untyped-def]
@@ -134,8 +134,8 @@ class Threads(Case):
         del y
 
     def test_forks_beside_a_thread_whose_memory_waits_in_a_file(self) -> None:
-        # What is written is Python's own memory, which is freed with the interpreter's lock: the
-        # thread that forks waits for the write, and must not keep the lock meanwhile.
+        # The written memory is Python's own, and is freed with the interpreter's lock. The thread
+        # that forks waits for the write, and must not keep the lock meanwhile.
         done = run_script("""
 import os, tempfile, threading, time, torch, remat
 def work():

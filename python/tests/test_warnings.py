@@ -1,5 +1,5 @@
-"""Warnings of the library, each that a Python program can meet: they come through `warnings`, in
-Python's words."""
+"""Warnings of the library that a Python program can get: they come through `warnings`, in Python's
+words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common import FOREIGN, Case, leaf, run_script
 
 class Warnings(Case):
     def check(self, action: Callable[[], object], text: str) -> None:
-        """`action` warns once, in these words."""
+        """Asserts that `action` warns once, in these words."""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             action()

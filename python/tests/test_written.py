@@ -34,7 +34,8 @@ class TableOfObject(Table):
 
 
 class Rope(nn.Module):
-    """As rotary embeddings with a dynamic length: the buffer's name is given to another tensor."""
+    """A module as rotary embeddings with a dynamic length: the buffer's name is given to another
+    tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +68,8 @@ class Lazy(nn.Module):
 
 
 class Codebook(nn.Module):
-    """As vector quantisation: an estimate by `.data`, initialised by its first batch, and a call
-    counter."""
+    """A module as vector quantization: an estimate by `.data`, initialized by its first batch, and
+    a call counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +94,8 @@ class Codebook(nn.Module):
 
 
 class Bias(nn.Module):
-    """As biases of positions: a buffer that is None until a forward makes it, and later a longer
-    one."""
+    """A module as biases of positions: a buffer that is None until a forward makes it, and later a
+    longer one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Running(nn.Module):
 
 
 class Assigned(nn.Module):
-    """As weights that a forward computes, and leaves in an attribute."""
+    """A module whose forward computes weights, and leaves them in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class Assigned(nn.Module):
 
 
 class Neuron(nn.Module):
-    """As a spiking neuron: a number that its first step makes a tensor."""
+    """A module as a spiking neuron: a number that its first step makes a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Outer(nn.Module):
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Buffers and members, but for times."""
+    """Returns buffers and members, without times."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules():
         for name, value in {**each.__dict__, **each._buffers}.items():
@@ -195,8 +196,8 @@ class Written(Case):
     def steps(
         self, module: nn.Module, region: Region, lengths: list[int], wide: int = 0
     ) -> list[Any]:
-        """Gradients and state of some steps: alone, two forwards before one backward, and a forward
-        without one."""
+        """Returns gradients and state of some steps: alone, two forwards before one backward, and a
+        forward without one."""
         torch.manual_seed(1)
         found: list[Any] = []
         for length in lengths:

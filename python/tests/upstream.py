@@ -30,7 +30,7 @@ TREE = Path(__file__).resolve().parents[2]
 CACHE = TREE / "build" / "upstream-tests"
 RELEASE = "trixie"  # Debian's, with a pytorch near enough
 
-# Name: (file below test/, which of its tests).
+# The suites, by name: (file below test/, the choice of its tests).
 SUITES = {
     "checkpoint": ("test_autograd.py", "checkpoint"),
     "hooks": ("test_autograd.py", "hook or saved or checkpoint"),
@@ -40,13 +40,13 @@ SUITES = {
     "dynamo": ("dynamo/test_activation_checkpointing.py", ""),
 }
 
-# What tests of other releases import and this torch has not; none of the tests above uses it.
+# Imports of other releases' tests that this torch lacks; none of the tests above uses them.
 GONE = {
     "torch.testing._internal.inductor_utils": {"HAS_CUDA": False},
     "torch.autograd._functions.utils": {"check_onnx_broadcast": None},
 }
 
-# What runs in the child: pytest on one file, then a line with what remat has done.
+# The program of the child: pytest on one file, then a line with remat's counts.
 RUN = """
 import json, sys
 with_remat, gone, arguments = json.loads(sys.argv[1])
@@ -67,7 +67,7 @@ if with_remat:
 
 
 def mirror() -> tuple[str, str]:
-    """A Debian mirror and the options of its line, as this machine's apt knows them."""
+    """Returns a Debian mirror and the options of its line, as this machine's apt knows them."""
     for path in [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]:
         if not path.is_file():
             continue
@@ -88,7 +88,7 @@ def mirror() -> tuple[str, str]:
 
 
 def fetch() -> Path:
-    """The source package's tree; fetched once."""
+    """Returns the source package's tree; fetched once."""
     tree = CACHE / "pytorch"
     if (tree / "test").is_dir():
         return tree
@@ -112,7 +112,7 @@ def fetch() -> Path:
 
 
 def ends_of(report: Path) -> dict[str, str]:
-    """{test: how it ended}, of what pytest wrote; empty if it did not."""
+    """Returns {test: its end} from the output of pytest; empty if there is none."""
     ends: dict[str, str] = {}
     if report.exists():
         for case in xml.parse(report).iter("testcase"):
@@ -131,7 +131,7 @@ def ends_of(report: Path) -> dict[str, str]:
 def run(
     sources: Path, suite: str, with_remat: bool, timeout_s: int
 ) -> tuple[dict[str, str], dict[str, int], str]:
-    """({test: how it ended}, remat's counters, the output's end)."""
+    """Returns ({test: its end}, remat's counters, the output's end)."""
     file, chosen = SUITES[suite]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -163,7 +163,8 @@ def case_of_theirs(function):
 
 
 def leftovers():
-    """What the case has left behind; the next one starts clean of what can be put right."""
+    """Returns the leftovers of the case; the next one starts clean of those that can be put
+    right."""
     gc.collect()
     found = [f"{name} = {value}" for name, value in remat.counters().items()
              if name.endswith("alive") and value]

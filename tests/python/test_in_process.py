@@ -327,8 +327,8 @@ def their_reentrant_regions_work_beside_ours():
 
 
 def captured(step):
-    """What `step` gives as a captured graph, replayed; it is run three times before, as capture
-    wants."""
+    """Returns the result of `step` as a captured graph, replayed; `step` runs three times before,
+    as capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
