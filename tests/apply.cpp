@@ -139,7 +139,7 @@ TEST_CASE("an element of a Sequential is a region when it is switched on, and no
     const Tensor y = net->forward(x);
     return bytes.held();
   };
-  // Of an element four tensors are held as they are: the input of the first sine, of the second,
+  // Four tensors of an element are held as they are: the input of the first sine, of the second,
   // and the result; as a region its result. (Its input is the result of the first.)
   constexpr int64_t tensor_bytes = 8 * 4 * 4;
   CHECK(held() == (3 + 1) * tensor_bytes);

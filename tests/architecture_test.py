@@ -156,7 +156,7 @@ def code(cache=[]):  # read once
 
 
 def occurs(word):
-    """Whether the word stands in the code: as words, or joined as names are, and in the plural
+    """True if the word stands in the code: as words, or joined as names are, and in the plural
     too."""
     joined = r"[\s_]*(?://+)?\s*".join(map(re.escape, word.split()))
     return re.search(rf"(?<![a-z]){joined}(?:s|es|ed|ing|ped|ping)?(?![a-z])", code(),
@@ -182,7 +182,7 @@ def faults_of(page):
         yield from check(page)
 
 
-# What must be found when it is broken: what is replaced, with what, and words of the fault.
+# Faults that must be found: the text, its replacement, and words of the report.
 BROKEN = (
     ("`lib/frame/stop_rule.cpp` `wants_stop`", "`lib/frame/filler.cpp` `wants_a_stop`",
      "does not have wants_a_stop"),

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("include", "hooks", "lib", "tests", "examples", "bench")
 
-# What files of a tree may include of the project.
+# The files of the project that each tree may include.
 MAY_INCLUDE = {
     "include": {"include"},
     "hooks": {"include", "hooks"},  # and lib/base and lib/seam
@@ -27,7 +27,7 @@ MAY_INCLUDE = {
     "examples": {"include", "examples"},
     "bench": {"include", "bench", "examples"},
 }
-# What public headers may include of LibTorch: nothing heavier than ATen/core/Tensor.h.
+# The headers of LibTorch that public headers may include: nothing heavier than ATen/core/Tensor.h.
 LIGHT = re.compile(
     r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|operator_name|function_schema)\.h"
     r"|c10/.+\.h)")
@@ -164,7 +164,7 @@ def layer_faults(source, text):
 
 
 def lib_faults(source, text):
-    """What an include of one file of lib breaks of the order of folders, and unstable words outside
+    """The faults of an include of one file of lib: the order of folders, and unstable words outside
     the seam."""
     own = folder_of(source)
     where = str(source.relative_to(ROOT))

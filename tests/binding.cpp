@@ -1,4 +1,4 @@
-// What a binding of another language relies on: remat/binding.h.
+// The interface on which a binding of another language relies: remat/binding.h.
 
 #include "remat/binding.h"
 
@@ -27,7 +27,7 @@ struct ForeignError : std::runtime_error {
   CheckpointError::Kind kind;
 };
 
-/// What a binding sees of one region.
+/// The calls that a binding sees of one region.
 struct Seen {
   bool can_be_stopped = true;
   bool stops_soon = false, stops_at_regions = false;  // what it answers

@@ -1,4 +1,4 @@
-// What budgets drop first, by other choices than the library's own, and with a frozen table of
+// Values that budgets drop first, by choices than the library's own, and with a frozen table of
 // costs.
 
 #include <remat/budget.h>

@@ -75,7 +75,7 @@ Tensors outcome(const std::function<Tensor()>& program, const Tensors& leaves) {
   return all;
 }
 
-/// What this thread's code does is queued on a stream of the pool while it lives.
+/// The work of this thread is queued on a stream of the pool while it lives.
 class OnOtherStream {
  public:
   OnOtherStream() : guard_(at::kCUDA), before_(guard_.getStream(device)) {

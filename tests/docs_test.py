@@ -86,7 +86,7 @@ addEventListener('load', async () => {
 
 
 class Answer(html.parser.HTMLParser):
-    """What the crawling page found."""
+    """The faults that the crawling page found."""
 
     def __init__(self, dom):
         super().__init__()

@@ -1,4 +1,4 @@
-// What a mismatch between forward and recompute says: texts, kinds and fields of CheckpointError.
+// A mismatch between forward and recompute: texts, kinds and fields of CheckpointError.
 
 #include <malloc.h>
 

@@ -1,4 +1,4 @@
-// What errors call things: regions, the place of their options, parameters and buffers, operators.
+// Names in errors: regions, the place of their options, parameters and buffers, operators.
 // Whole texts.
 
 #include "remat/apply.h"

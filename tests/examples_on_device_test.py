@@ -22,10 +22,10 @@ ARGUMENTS = {
     "sharded": [[]],
     "unet": [["--small", "--norm", "batch"], ["--small", "--norm", "instance"]],
 }
-# What an example prints of a training that differs, and goes on.
+# The line that an example prints of a training that differs, before it goes on.
 DIFFERS = ("not those of the plain run", "not bit-equal", "DIFFER", "FAILED", ": NO",
            "bit-equal: no")
-# What it says of one that does not, beside the device's name.
+# The line for a training that does not differ, beside the device's name.
 AGREES = {"data_parallel": "(furthest: 0)", "quickstart": "gradients bit-equal: yes",
           "sharded": "(furthest: 0)"}
 

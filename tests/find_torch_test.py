@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What tools/find_torch.py takes and refuses, by folders that look like LibTorch to it."""
+"""Tests of tools/find_torch.py, by folders that look like LibTorch to it."""
 
 import os
 import pathlib

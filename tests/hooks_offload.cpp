@@ -62,7 +62,7 @@ TEST_CASE("tensors on the CPU pass SaveOnCpuGuard uncopied", "[hooks][offload]")
 
 TEST_CASE("tensors of min_bytes are moved, and smaller ones stay", "[hooks][offload]") {
   const Folder folder;
-  // Of (x + 1).sin(), beside its result: x + 1, which sin saves.
+  // (x + 1).sin() holds, beside its result, x + 1, which sin saves.
   const auto held = [](int64_t num_bytes, auto make_guard) {
     const Tensor x = leaf({num_bytes / 4});
     const LiveBytes bytes;

@@ -108,7 +108,7 @@ TEST_CASE("a copy never holds what the kernel has yet to write", "[hooks][offloa
 TEST_CASE("random programs with views, in-place operators and regions: right gradients or an error",
           "[hooks][offload]") {
   const Seed seed;
-  // What a saved tensor's clone gives is right: it has the values of the save. The noise of rrelu
+  // The clone of a saved tensor is right: it has the values of the save. The noise of rrelu
   // is not written by then, and nobody changes it later.
   const auto cloning_if = [](bool always) {
     return std::make_unique<SavedTensorHooksGuard>(

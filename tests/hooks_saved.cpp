@@ -154,7 +154,7 @@ TEST_CASE("a SavedVariable made under a guard packs once and unpacks at every re
 }
 
 TEST_CASE("a saved tensor with a hook of ours refuses to be traced", "[hooks]") {
-  // What compiled autograd asks of each.
+  // The questions that compiled autograd asks of each.
   const auto trace = [](const auto& saved) {
     if constexpr (requires { saved.retrieve_unpack_hook_data(); })
       saved.retrieve_unpack_hook_data();

@@ -18,7 +18,7 @@ namespace nn = torch::nn;
 
 namespace {
 
-/// What a recompute costs is seen by this: it counts the runs of its forward.
+/// This module shows the cost of a recompute: it counts the runs of its forward.
 struct CountingImpl : nn::Cloneable<CountingImpl> {
   explicit CountingImpl(int64_t width = 4) : width(width) { reset(); }
   void reset() override { linear = register_module("linear", nn::Linear(width, width)); }

@@ -50,7 +50,7 @@ void require_plain_buffers(Normed module, const Tensor& x, Region&& region) {
 
 }  // namespace
 
-// What cannot be a region is no valid call to a requires-expression, whatever the cause.
+// A type that cannot be a region is no valid call to a requires-expression, whatever the cause.
 namespace {
 
 template <class F, class... A>

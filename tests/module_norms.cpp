@@ -49,7 +49,7 @@ AutocastOptions autocast_of(Precision precision) {
       .dtype = precision == Precision::AutocastHalf ? at::kHalf : at::kBFloat16};
 }
 
-/// What two steps leave: gradients, parameters' gradients, buffers.
+/// The results of two steps: gradients, parameters' gradients, buffers.
 template <class Module, class Call>
 Tensors two_steps(Module& module, Precision precision, Call&& call) {
   Tensors all;

@@ -13,7 +13,7 @@ namespace nn = torch::nn;
 
 namespace {
 
-/// What a training leaves to be compared.
+/// The results of a training, to be compared.
 struct Trained {
   std::vector<double> losses;
   Tensors parameters, buffers;

@@ -178,7 +178,7 @@ TEST_CASE("a tolerance keeps the elements that it compares, and no more", "[opti
     y.backward();
     return held;
   };
-  // What is kept is text, no tensor.
+  // The report keeps text, no tensor.
   CHECK(held({.absolute_tolerance = 1}) == held({}));
   CHECK(held({.absolute_tolerance = 1, .max_elements = 16}) == held({}));
 }

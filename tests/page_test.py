@@ -24,7 +24,7 @@ from pathlib import Path
 SKIPPED = 77
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
-# What the browser makes of the page; the answer stands in an attribute of <html>.
+# Measures of the page in the browser; the answer stands in an attribute of <html>.
 PROBE = """<script>
 addEventListener('load', () => {
   const faults = [];
@@ -105,7 +105,7 @@ def opened(browser, page, folder):
 
 
 def faults_of(browser, text, folder, rows=(), devices=()):
-    """What is wrong with a page, as lines; `rows` are the regions that it must list and draw, also
+    """The faults of a page, as lines; `rows` are the regions that it must list and draw, also
     on each of `devices`."""
     page = Path(folder) / "page.html"
     probe = PROBE.replace("NUM_PICTURES", str(1 + len(devices)))
@@ -145,7 +145,7 @@ def spoiled(page):
 
 
 def of_devices(browser, program, folder):
-    """What is wrong with the page of a run on two devices."""
+    """The faults of the page of a run on two devices."""
     page = Path(folder) / "devices.html"
     subprocess.run([program, "[page]"], env={**os.environ, "REMAT_TEST_PAGE": str(page)},
                    capture_output=True, check=True)

@@ -22,7 +22,7 @@ using torch::autograd::SavedVariable;
 
 namespace {
 
-/// What a place is to do, and what it was asked.
+/// The orders to a place, and the calls that it got.
 struct Script {
   bool stores_bytes = true, is_late = false;
   std::function<bool(const Tensor&)> takes = [](const Tensor&) { return true; };
@@ -478,7 +478,7 @@ TEST_CASE("unfinished stores hold no more bytes than asked for", "[place]") {
   const Tensor x = leaf({32});
   const Tensor y = chain_under(script, x, {.prefetch_depth = 0, .max_bytes_in_flight = 2 * 32 * 4});
   CHECK(script->events() == "begin_store 1, begin_store 2, finish_store 1, begin_store 3");
-  // What it throws reaches the operator that saves; it is tried again when the tensor is read.
+  // Its exception reaches the operator that saves; it is tried again when the tensor is read.
   script->on_finish_store = [](int number) {
     if (number == 4) throw std::out_of_range("full");
   };

@@ -223,7 +223,7 @@ TEST_CASE("plans of a U-Net's chain peak as predicted, to the byte, with regions
     return at::silu(
         at::instance_norm(at::conv2d(x, kernel, {}, 1, 1), {}, {}, {}, {}, true, 0.1, 1e-5, false));
   };
-  // What waits for the way up goes through the stages below, as part of one tensor.
+  // The input that waits for the way up goes through the stages below, as part of one tensor.
   const int64_t wide = kWidth * kSide * kSide, small = 2 * kWidth * kSide * kSide / 4;
   const auto picture = [=](const Tensor& flat) {
     return flat.slice(0, 0, wide).view({1, kWidth, kSide, kSide});

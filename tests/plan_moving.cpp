@@ -257,7 +257,7 @@ TEST_CASE("fit moves where that takes less time than recomputing more often", "[
   CHECK(measured.measured_peak().value() <= budget);
   CHECK_THAT(measured.table(), contains("copies of 1,000,000 bytes take"));
 
-  // What copies take here depends on what else the machine does: say that they take next to
+  // The time of copies here depends on what else the machine does: say that they take next to
   // nothing.
   std::string file = text_in(options.measurements);
   REQUIRE_THAT(file, contains("_s_per_byte\": ") && contains("held_up_share\": "));

@@ -138,7 +138,7 @@ TEST_CASE("lists of outputs, and communication between two stages, run once",
     ranks().group->send(sent, 1, 0)->wait();
     return (y * v).exp() * received[0];
   };
-  // What is received depends on the number of the call: a second call would differ.
+  // The received value depends on the number of the call: a second call would differ.
   const CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
                                   .policy = remat::save_unrepeatable()};
   ranks().backend->count = 0;

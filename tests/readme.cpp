@@ -391,7 +391,7 @@ TEST_CASE("README: a plan is found for a byte budget and run", "[readme]") {
   CHECK(remat::simulate(cost, plan).peak_bytes <= budget);
 }
 
-// What a test looks like, for docs/testing.md.
+// An example of a test, for docs/testing.md.
 TEST_CASE("two outputs of a region cost one recompute", "[checkpoint][rule-7]") {
   Calls calls;
   const auto f = [](const Tensor& t) { return std::pair(t.sin().sin(), t.exp().sin()); };

@@ -30,7 +30,7 @@ def compiled():
 
 
 def stands_in(block, text):
-    """Whether the block's lines follow each other in the text, all indented by the same more or
+    """True if the block's lines follow each other in the text, all indented by the same more or
     less."""
     wanted, lines = block.rstrip("\n").split("\n"), text.split("\n")
     margin = min((len(line) - len(line.lstrip()) for line in wanted if line.strip()), default=0)
@@ -97,12 +97,12 @@ def path_faults(text):
 
 
 def fits(wanted, line):
-    """Whether a line is what a line of an .expected file says, in which … stands for anything."""
+    """True if a line agrees with a line of an .expected file, in which … stands for anything."""
     return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), line) is not None
 
 
 def follow_in(expected, lines):
-    """Whether lines follow each other in an .expected file."""
+    """True if lines follow each other in an .expected file."""
     return any(all(map(fits, expected[start:], lines))
                for start in range(len(expected) - len(lines) + 1))
 
@@ -141,7 +141,7 @@ def note_faults(text):
 
 
 def readme_faults(text):
-    """What README.md must have: few lines, the output, a link to every page."""
+    """README.md must have these: few lines, the output, a link to every page."""
     if (lines := text.count("\n")) > MAX_README_LINES:
         yield f"it has {lines} lines, and should have at most {MAX_README_LINES}"
     for page in PAGES:
@@ -154,7 +154,7 @@ def readme_faults(text):
 
 
 def option_faults(text):
-    """What docs/guide.md must have: every option with its default."""
+    """docs/guide.md must have this: every option with its default."""
     options = (ROOT / "include/remat/options.h").read_text(encoding="utf-8").split(
         "struct CheckpointOptions", 1)[1]
     for name, default in re.findall(r"^  [\w:<>&() ]+ (\w+)(?:\{\}| = ([\w:]+));", options, re.M):
@@ -165,7 +165,7 @@ def option_faults(text):
 
 
 def kind_faults(text):
-    """What docs/errors.md must have: every kind of error."""
+    """docs/errors.md must have this: every kind of error."""
     kinds = (ROOT / "include/remat/error.h").read_text(encoding="utf-8")
     for kind in re.findall(r"^    (\w+),? +///<", kinds, re.M):
         if f"`{kind}`" not in text:
@@ -173,7 +173,7 @@ def kind_faults(text):
 
 
 def quote_faults(text):
-    """What tables quote of errors is a text that the library throws."""
+    """Each error text that a table quotes is one that the library throws."""
     thrown = "".join(joined(file.read_text(encoding="utf-8")) for tree in ("lib", "hooks")
                      for file in sorted((ROOT / tree).rglob("*.cpp")))
     for row in re.findall(r"^\|(?: `\w+`)? \| (\"[^|]+) \|", text, re.M):

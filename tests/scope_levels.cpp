@@ -11,7 +11,7 @@ namespace {
 
 Tensor sines(const Tensor& x) { return x.sin().exp(); }
 
-/// Whether a call of this level is a region here; its gradient is right either way.
+/// Returns true if a call of this level is a region here; its gradient is right either way.
 bool is_region(std::optional<int64_t> level) {
   const Tensor x = leaf({3});
   bool is_checkpointing = false;

@@ -116,7 +116,7 @@ TEST_CASE(
         own.set_current_seed(9);
         return h.sin();
       },
-      // What recomputes do not run.
+      // The part that recomputes do not run.
       [&](const Tensor& t, at::Generator& own) {
         const Tensor h = remat::save_region([&](const Tensor& a) { return a * draw(own); }, t);
         return (h.exp() * draw(own)).sin();

@@ -78,7 +78,7 @@ struct RecomputedValues {
   std::unique_ptr<const StreamsBeside> beside{};
   /// Shows recorders the live bytes; null if the region is not recorded.
   std::shared_ptr<RecomputedBytes> recorded{};
-  /// By position, for strict_unpack and groups: the engine's id of the backward that read the
+  /// For each position, for strict_unpack and groups: the engine's id of the backward that read the
   /// value, or -1.
   std::vector<int64_t> handed_to;
 

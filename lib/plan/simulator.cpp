@@ -272,12 +272,12 @@ class Simulator {
   std::vector<Frame> frames_;
   std::vector<std::size_t> owner_;  // the innermost frame of a stage
   std::vector<int64_t> holders_of_x_;
-  // Whether an outermost region begins with the stage, and holds its input.
+  // Returns true if an outermost region begins with the stage and holds its input.
   std::vector<bool> region_holds_;
   std::vector<int64_t> calls_, stopped_calls_;  // complete calls; calls that early stop ended
   MoveCost moving_{};
   std::vector<Move> moves_;  // by the item's first stage
-  // By an item's last stage: the move that is read back beside the item's backward.
+  // Maps an item's last stage to the move that is read back beside the item's backward.
   std::vector<int64_t> load_before_;
   int64_t moved_before_ = 0;  // the first stage of the item before, if that moves; else 0
   double seconds_of_moves_ = 0;

@@ -107,7 +107,7 @@ void FrontierTable::find_equal_chains() {
   class_of_.resize(holders.size() *
                    static_cast<std::size_t>(chain_.num_stages * chain_.num_stages));
   std::map<Costs, int32_t> single;
-  // By the class of the chain in front and the costs of the last stage.
+  // The key is the class of the chain in front, with the costs of the last stage.
   std::unordered_map<int64_t, int32_t> longer;
   int32_t classes = 0;
   for (int64_t s = 1; s <= chain_.num_stages; ++s) {

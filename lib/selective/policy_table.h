@@ -51,7 +51,7 @@ class PolicyTable {
   std::vector<Line> lines_;
   bool has_names_ = false;
   mutable SpinLock mutex_;  // guards the member below
-  /// By path, of which there is one object each.
+  /// The key is the path, of which there is one object each.
   mutable std::unordered_map<const std::string*, std::unique_ptr<const std::vector<const Line*>>>
       by_path_;
 };

@@ -132,7 +132,7 @@ bool Selection::holds(const c10::StorageImpl* storage) {
 }
 
 bool Selection::may_replace(const c10::StorageImpl* storage) {
-  // Of a pin only a value elsewhere counts: a value in place may belong to a captured tensor, which
+  // A pin counts only a value elsewhere: a value in place may belong to a captured tensor, which
   // is checked as such.
   bool may = record_.kept_result(storage) != nullptr;
   record_.visit_pinned(

@@ -292,7 +292,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::RegionScope& region,
                      detail::HooksAround hooks) {
   record.kept.clear();  // results of an attempt that threw
-  // Whether all writes to the results are seen until the forward ends: Note [Moving kept results].
+  // True if all writes to the results are seen until the forward ends: Note [Moving kept results].
   const bool is_beside = is_offloading(answer) && c10::GradMode::is_enabled() &&
                          region.is_own_thread() && seam::graph_task_id() == record_.task_at_start;
   for (const c10::IValue& result : results) {

@@ -70,7 +70,7 @@ class Remat(ConanFile):
         Meson(self).install()
 
     def package_info(self):
-        # What was installed says it already, LibTorch's folders and flags among it.
+        # The installed files say it already, LibTorch's folders and flags among it.
         installed = PkgConfig(self, 'remat',
                               pkg_config_path=os.path.join(self.package_folder, 'lib', 'pkgconfig'))
         installed.fill_cpp_info(self.cpp_info, is_system=False, system_libs=['pthread'])

@@ -23,7 +23,7 @@ FIRST_NOTE = r'(?:(?:\n(?!.*(?:error|note): ).*)*\n.*note: .*)?'
 
 
 def fault(case, compiler, prefix):
-    """What is wrong with a case; empty if it fails to compile as it should."""
+    """The fault of a case; empty if it fails to compile as it should."""
     first, second = case.read_text().split('\n', 2)[:2]
     mark, _, expected = first.partition(': ')
     if mark not in ('// expect', '// first line') or not expected.strip():

@@ -176,7 +176,7 @@ int main() {
     std::printf("%s\t%lld\t%lld\n", shape.unit, static_cast<long long>(units(shape.small)),
                 static_cast<long long>(units(shape.large)));
   }
-  // What a budget without a limit adds to an operator: plain and budget, forward and the whole.
+  // Instructions that an unlimited budget adds to an operator: plain, budget, forward, the whole.
   constexpr int64_t count = 2000;
   for (const bool has_backward : {false, true})
     for (const bool has_budget : {false, true}) {

@@ -508,7 +508,7 @@ TEST_CASE("what a policy moves is copied before anybody can write to it", "[devi
 
 TEST_CASE("a result that waits on the CPU, and that the region writes to, is computed again",
           "[device][rule-15]") {
-  // What waits is as it was before the write, which the recompute has to repeat.
+  // The waiting copy is from before the write, which the recompute has to repeat.
   const Tensor values = at::randn({8, 8});
   const auto f = [](const Tensor& x) { return x.mm(x).mul_(2).sin(); };
   const Tensor plain = far_leaf(values), x = far_leaf(values);

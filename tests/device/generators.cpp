@@ -293,7 +293,7 @@ TEST_CASE("recomputes of one thread need not wait for each other", "[device][rul
 
 TEST_CASE("a region does not wait for gradients that it keeps or was given", "[device]") {
   const Tensor x = far_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(stand_in::device(0));
-  // What regions cost beside their functions, which take longer under a sanitizer, say.
+  // The cost of regions beside their functions, which take longer under a sanitizer, say.
   constexpr int num_regions = 50;
   const auto seconds = [&](const remat::CheckpointOptions& options, const auto& f) {
     const auto timed = [&](const auto& run) {

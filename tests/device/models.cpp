@@ -25,7 +25,7 @@ struct Target {
   at::ScalarType dtype;
 };
 
-/// What autocast knows computes in the target's precision, without a cache of casts.
+/// Operators that autocast knows compute in the target's precision, without a cache of casts.
 AutocastOptions precision_of(const Target& target) {
   return {.device = target.device.type(), .enabled = target.dtype != at::kFloat, .cache = false};
 }

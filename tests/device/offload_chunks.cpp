@@ -17,7 +17,7 @@ using remat::checkpoint;
 
 namespace {
 
-/// What was begun to be copied through chunks is, or has failed: the thread that does it writes
+/// Each begun copy through chunks is done, or has failed: the thread that does it writes
 /// files after that.
 void wait_for_chunks() {
   const Folder folder;
@@ -51,7 +51,7 @@ TEST_CASE("copies from and to ordinary memory do not hold up the program", "[dev
     const remat::SaveOnCpuGuard guard({.pin_memory = true});
     y = sines(x + 1, 5);
     CHECK(held_up.holds_one());  // by another thread, while forward has gone on
-    // What is not copied yet is on the device.
+    // The rest, not copied yet, is on the device.
     CHECK(stand_in::live_bytes() - before == 6 * over_two_chunks);
   }
   for (int i = 0; i < 5000 && stand_in::live_bytes() - before != over_two_chunks; ++i)
@@ -88,7 +88,7 @@ TEST_CASE(
     }
     later.wait();
   }
-  // What is on its way, and the result.
+  // The copy that is on its way, and the result.
   CHECK(most <= std::min(max_bytes, int64_t{64} << 20) + over_two_chunks);
   CHECK(most >= 2 * over_two_chunks);
   offload::require_same(grad_of(y, {x}), {plain});

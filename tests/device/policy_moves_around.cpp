@@ -185,7 +185,7 @@ TEST_CASE("a policy moves on a thread that the function of a region around start
 }
 
 TEST_CASE("an expanded value that has moved comes back expanded", "[device][rule-15]") {
-  // What was changed in place is kept itself, else the call that made it.
+  // A result that was changed in place is kept itself, else the call that made it.
   const bool is_changed = GENERATE(false, true);
   CAPTURE(is_changed);
   const Tensor x = far_leaf(at::randn({product_side})), w = far_leaf(at::randn({product_side, 9}));

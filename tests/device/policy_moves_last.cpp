@@ -62,7 +62,7 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   CHECK(report.offloaded == 9 - num_staying);
   CHECK(report.offload_fallbacks == 0);
   CHECK(report.offload_loads == std::max<int64_t>(0, 3 - keep_last) + 9 - num_staying);
-  // What stays says what comes next, too.
+  // The result that stays also says which one comes next.
   CHECK(report.offload_loads_ahead == (depth == 0 ? 0 : report.offload_loads));
   require_same(grad_of(y, {x})[0], plain);
   y.reset();

@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<int64_t> live{0}, peak{0};
 
-/// In front of the data, since oneDNN takes its buffers by their data alone.
+/// The size lies in front of the data, since oneDNN takes its buffers by their data alone.
 struct alignas(64) Header {
   at::DataPtr memory;
   int64_t bytes;

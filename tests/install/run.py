@@ -105,7 +105,7 @@ __attribute__((visibility("default"))) std::string show_config() {
 
 
 def refuses_another_torch():
-    """What a program prints that runs with a LibTorch that the library was not built for: empty if
+    """The output of a program run with a LibTorch that the library was not built for: empty if
     that is right."""
     source, shim = WORK / 'shim.cpp', WORK / 'shim.so'
     source.write_text(SHIM)
@@ -123,7 +123,7 @@ def refuses_another_torch():
 
 
 def refuses_other_headers():
-    """What CMake says where the folder of LibTorch has another one now: empty if that is right."""
+    """CMake's fault where the folder of LibTorch has another one now: empty if that is right."""
     package = find_in_stage('rematConfig.cmake')
     other = WORK / 'other-torch'
     for folder in ('include/torch/csrc/api/include/torch', 'lib'):
@@ -152,7 +152,7 @@ def refuses_other_headers():
 
 
 def says_where_no_torch_is():
-    """What CMake says where the folder that the archive names does not exist: empty if that is
+    """CMake's fault where the folder that the archive names does not exist: empty if that is
     right."""
     environment = {name: value for name, value in os.environ.items() if name != 'TORCH_ROOT'}
     run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-none',

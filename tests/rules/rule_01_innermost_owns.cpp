@@ -33,7 +33,7 @@ TEST_CASE("a tensor saved in nested regions belongs to the innermost one", "[rul
   Counted done;
   const Tensor y = remat::checkpoint(outer, x);
   CHECK(done.now().frames_created == 2);
-  // Of the outer region: the operands of sin and cos, and the inner region's input. Of the inner
+  // The outer region saves the operands of sin and cos, and the inner region's input. Of the inner
   // one: the result of exp.
   CHECK(done.now().tensors_dropped == 4);
 

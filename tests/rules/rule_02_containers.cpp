@@ -59,7 +59,7 @@ void require_inputs() {
         remat::CheckpointError::Kind::InputChanged);
 }
 
-/// By what they are, as sets of tensors are made.
+/// The order is by identity, as sets of tensors are made.
 struct ByAddress {
   bool operator()(const Tensor& x, const Tensor& y) const {
     return std::less<>()(x.unsafeGetTensorImpl(), y.unsafeGetTensorImpl());

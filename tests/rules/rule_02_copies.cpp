@@ -532,7 +532,7 @@ TEST_CASE("copies take no memory until somebody writes, then one storage a regio
   CHECK(bytes.held() - before == 4 + 4000);
   results.clear();
   CHECK(bytes.held() == before);
-  // Of a view of more than half of its memory nothing is copied yet, either.
+  // A view of more than half of its memory is not copied yet, either.
   const Tensor most = s.narrow(0, 100, 900);
   results.push_back(
       remat::checkpoint(copies, f, most, w.detach().narrow(0, 0, 900).requires_grad_()));

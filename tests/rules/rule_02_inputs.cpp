@@ -307,7 +307,7 @@ TEST_CASE("a view of a leaf made under no-grad keeps its role in a nested region
 }
 
 TEST_CASE("a view of a leaf made under no-grad keeps its strides in a nested region", "[rule-2]") {
-  // Of a dimension of one element, too, whose stride means nothing: Layout compares it.
+  // The same holds for a dimension of one element, whose stride means nothing: Layout compares it.
   const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Layout};
   const Tensor w = leaf({3, 1, 3});
   Tensor view;

@@ -353,7 +353,7 @@ TEST_CASE("catch by std::exception does not see the stop", "[rule-5]") {
   CHECK(caught.count() == 0);
 }
 
-/// Whether the current test case holds in a process of its own; one that is terminated does not.
+/// True if the current test case holds in a process of its own; one that is terminated does not.
 /// There, `f`.
 template <class F>
 void check_in_a_child(F f) {

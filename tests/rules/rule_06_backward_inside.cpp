@@ -375,7 +375,7 @@ TEST_CASE("of several backwards inside a region those that a recompute can repea
   const auto bad = [&](const Tensor& a) { return slope(a * w, w); };
   const auto good = [](const Tensor& a) { return slope(a.exp(), a); };
   for (const bool is_bad_first : {true, false}) {
-    // What the bad one gives is in no gradient, but the recompute cannot know that.
+    // The result of the bad one is in no gradient, but the recompute cannot know that.
     const auto both = [&](const Tensor& a, const Tensor&) {
       const Tensor first = is_bad_first ? bad(a) : good(a);
       const Tensor second = is_bad_first ? good(a) : bad(a);

@@ -630,7 +630,7 @@ TEST_CASE("a captured leaf whose variable is assigned a later result is a change
   const CheckpointError error = mismatch_of(outer, first);
   CHECK(error.kind() == Kind::CaptureChanged);
   CHECK(error.region() == "inner");
-  // By value each region has its own.
+  // A capture by value belongs to each region alone.
   Tensor v = first;
   const auto step = [&x](const Tensor& weight) {
     return remat::checkpoint([weight](const Tensor& t) { return t.mm(weight).sin(); }, x).sum();

@@ -17,7 +17,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// What a thread has set, to be compared before and after.
+/// The settings of a thread, to be compared before and after.
 struct Ambient {
   bool grad_mode, inference_mode, forward_ad, autocast, autocast_cache, has_hooks;
   at::ScalarType autocast_dtype;

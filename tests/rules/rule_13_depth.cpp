@@ -27,7 +27,7 @@ constexpr int fewer = 20;  // each access it remembers takes memory
 constexpr int fewer = 1;
 #endif
 
-/// Of a thread's stack the part that thread-local data take: those of CUDA's libraries are large.
+/// The part of a thread's stack that thread-local data take: those of CUDA's libraries are large.
 size_t bytes_above_frames() {
   size_t bytes = 0;
   std::thread([&bytes] {

@@ -275,7 +275,7 @@ TEST_CASE(
          triples(remat::save_region([&] { return y; }));
          return (slope_of(y.exp(), y) * x).exp();
        }},
-      // Of another value, and of another output of the operator.
+      // The results belong to another value, and to another output of the operator.
       {false,
        [=](const Tensor& x) {
          const auto twice = [](const Tensor& x) { return x * 2; };
@@ -371,7 +371,7 @@ TEST_CASE("a gradient past a kept value, inside a recompute, is right or an erro
          const Tensor q = remat::save_region([&] { return y * 2; });
          return (slope_of(y.exp() * q, y) * x).exp();
        }},
-      // Of an operator with two results it was given one, and reads the other.
+      // It was given one of the two results of an operator, and reads the other.
       {false,
        [](const Tensor& x) {
          const std::vector<Tensor> y = x.sin().chunk(2);

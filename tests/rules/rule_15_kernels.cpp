@@ -453,7 +453,7 @@ TEST_CASE("the sizes of nested tensors are no operator of the region's", "[rule-
 }
 
 TEST_CASE("a nested tensor with a name is kept as it is", "[rule-15]") {
-  // Of its storage, sizes and keys alone none could be made.
+  // Its storage, sizes and keys alone would not be enough to make one.
   const auto f = [](const Tensor& x) {
     const Tensor nested = at::_nested_tensor_from_tensor_list({x.slice(0, 0, 2), x.slice(0, 1, 4)});
     const Tensor named = remat::checkpoint_name(nested * nested, "square");

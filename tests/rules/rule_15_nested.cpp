@@ -141,7 +141,7 @@ TEST_CASE("a region without a policy is recomputed in the forward of one with a 
 }
 
 TEST_CASE("a value of a region inside that is named in a backward is kept itself", "[rule-15]") {
-  // Of no call of this region: none is kept in its place.
+  // It belongs to no call of this region: none is kept in its place.
   struct NamesWhatItSaved : torch::autograd::Function<NamesWhatItSaved> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {
       context->save_for_backward({t});

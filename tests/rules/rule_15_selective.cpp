@@ -343,7 +343,7 @@ TEST_CASE("kept casts of autocast are replayed", "[rule-15]") {
     at::autocast::set_autocast_enabled(at::kCPU, before);
     return result;
   };
-  // Of forward and backward: products, casts.
+  // For forward and backward: products, casts.
   const auto runs = [&](const std::vector<std::string>& ops) {
     const auto regions = [&](const Tensor& x, const Tensor& w) {
       return cast([&] { return checkpoint(saving(ops), f, checkpoint(saving(ops), f, x, w), w); });
@@ -455,7 +455,7 @@ TEST_CASE("a mismatch that the function catches is an error all the same", "[rul
 TEST_CASE("what the library computes for a check is not the region's", "[rule-15]") {
   const Tensor x = leaf({2, 3});
   const auto f = [](const Tensor& x) {
-    // What is saved is not dense, so that it is copied to be looked at.
+    // The saved tensor is not dense, so that it is copied to be looked at.
     const Tensor wide = x.sin().expand({4, 2, 3});
     return (wide * wide).clone().sum() * x.clone();
   };

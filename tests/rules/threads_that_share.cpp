@@ -1,4 +1,4 @@
-// What threads share besides graphs: modules of one type that they make and copy, plans, choices
+// Sharing between threads besides graphs: modules of one type made and copied, plans, choices
 // and reports.
 
 #include <thread>

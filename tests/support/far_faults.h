@@ -63,7 +63,7 @@ class HeldUpCopies {
     state_->is_open = true;
     state_->changed.notify_all();
   }
-  /// Whether another thread comes to a copy.
+  /// Returns true if another thread comes to a copy.
   bool holds_one() {
     std::unique_lock<std::mutex> lock(state_->mutex);
     return state_->changed.wait_for(lock, std::chrono::seconds(60),

@@ -37,7 +37,7 @@ inline int64_t settled_bytes() {
   return stand_in::live_bytes();
 }
 
-/// Whether the device comes to hold this many bytes: its thread releases the last tensors after a
+/// True if the device comes to hold this many bytes: its thread releases the last tensors after a
 /// backward has returned.
 inline bool comes_to(int64_t bytes) {
   for (int i = 0; i < 2000 && stand_in::live_bytes() != bytes; ++i)

@@ -15,7 +15,7 @@ inline Tensor two_sins(const Tensor& x) { return sines(x, 2); }
 inline Tensor sin_exp_sin(const Tensor& x) { return x.sin().exp().sin(); }
 inline Tensor dropout(const Tensor& x, double p = 0.5) { return at::dropout(x, p, /*train=*/true); }
 
-/// Whether a test runs a backward through a graph, and whether that retains the graph.
+/// States whether a test runs a backward through a graph, and whether that retains the graph.
 enum class Backward { None, Once, Retained };
 
 inline void run_backward(Backward backward, const Tensor& y) {

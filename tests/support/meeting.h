@@ -13,7 +13,7 @@ class Meeting {
   explicit Meeting(int num_threads, std::chrono::milliseconds longest = std::chrono::seconds(20))
       : num_threads_(num_threads), longest_(longest) {}
   Meeting& operator=(Meeting&&) = delete;
-  /// Whether all came in time. A thread that waited in vain no longer counts.
+  /// Returns true if all came in time. A thread that waited in vain no longer counts.
   bool wait() {
     std::unique_lock lock(mutex_);
     ++num_here_;

@@ -35,7 +35,7 @@ inline void register_hooks(torch::autograd::SavedVariable& saved, FunctionHooks:
   saved.register_hooks(std::make_unique<FunctionHooks>(std::move(pack), std::move(unpack)));
 }
 
-/// Whether autograd would call a hook, of remat or of anyone, here and now.
+/// Returns true if autograd would call a hook, of remat or of another user, here and now.
 inline bool hooks_are_active() {
   return torch::autograd::Engine::get_default_engine().get_default_saved_variable_hooks() !=
          nullptr;
