@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("lib", "hooks", "include")
 LIMITS = {
     "code lines of lib, hooks and include": 33_360,
-    "code lines of the Python package": 9_117,
+    "code lines of the Python package": 9_095,
     "code lines in the closure of lib/frame": 12_081,
     "classes with over 25 functions or 20 members": 1,
     "functions over 100 lines": 1,

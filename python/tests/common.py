@@ -11,6 +11,7 @@ import unittest
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat import _errors, _extension
@@ -28,6 +29,18 @@ def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
 
 def operators(x: torch.Tensor) -> torch.Tensor:
     return x.sin().exp().cos().matmul(x)
+
+
+class Counting(TorchDispatchMode):
+    """Counts products of matrices (`aten::mm`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.products += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
 
 
 class Table(torch.nn.Module):

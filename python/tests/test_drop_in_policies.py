@@ -10,12 +10,11 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint as upstream
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat
 from remat import _selective as selective
-from common import CountedFunction, gradient, leaf, operators, run_script
+from common import CountedFunction, Counting, gradient, leaf, operators, run_script
 from drop_in_case import DropIn, region
 
 # Newer releases of upstream, unlike 2.11 and 2.7, show policy functions the result that they are
@@ -330,18 +329,6 @@ class Selective(DropIn):
             create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True
         )
         self.check_equal(gradient(region(f, x, context_fn=context_fn), x), gradient(f(x), x))
-
-
-class Counting(TorchDispatchMode):
-    """Counts products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.products += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
 
 
 class Ignored(DropIn):

@@ -9,26 +9,13 @@ import unittest
 from typing import Any, Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from common import Case, gradient, leaf, operators
+from common import Case, Counting, gradient, leaf, operators
 
 
 def keeps_products(context: remat.PolicyContext) -> bool:
     return context.op_name == "aten::mm.default"
-
-
-class Counting(TorchDispatchMode):
-    """Counts products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.products += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
 
 
 class Policies(Case):
