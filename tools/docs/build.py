@@ -21,8 +21,10 @@ import python_reference
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent.parent
-PYTHON = ROOT / ".venv-docs/bin/python"
-INSTALLED = ROOT / ".venv-docs/requirements.txt"
+# venv refuses a link as its folder, and a release's clone has one.
+ENVIRONMENT = (ROOT / ".venv-docs").resolve()
+PYTHON = ENVIRONMENT / "bin/python"
+INSTALLED = ENVIRONMENT / "requirements.txt"
 SKIPPED = 77
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md",
              "docs/*.md", "bench/*.md"]
