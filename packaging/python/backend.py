@@ -1,8 +1,9 @@
-"""Builds the Python package: meson-python, with two differences.
+"""Builds the Python package: meson-python, with three differences.
 
 The metadata are there before anything is compiled. meson-python leaves that step out; pip then
 compiles all to learn the metadata, and shows "Preparing metadata" for as long. A wheel requires the
-minor version of torch that it was built against; pyproject.toml can only say "torch".
+minor version of torch that it was built against; pyproject.toml can only say "torch". Its
+libraries name no folder of the machine that built them.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from typing import Any, Optional
 
@@ -77,22 +79,38 @@ def narrowed(metadata: str) -> str:
     return re.sub(r'^Requires-Dist: torch$', requires_torch(), metadata, flags=re.M)
 
 
+def relocatable(library: bytes) -> bytes:
+    """Returns a library that looks for others beside itself alone. meson-python keeps the folder of
+    the LibTorch of the build, too."""
+    with tempfile.NamedTemporaryFile(suffix='.so') as file:
+        file.write(library)
+        file.flush()
+        patchelf = ['patchelf', file.name]
+        said = subprocess.check_output([*patchelf, '--print-rpath'], text=True).strip()
+        kept = [folder for folder in said.split(':') if folder.startswith('$ORIGIN')]
+        if said == ':'.join(kept):
+            return library
+        subprocess.run([*patchelf, '--set-rpath', ':'.join(kept)], check=True)
+        return pathlib.Path(file.name).read_bytes()
+
+
 def narrow(wheel: pathlib.Path) -> None:
-    """Writes the requirement into a wheel's METADATA, and the new checksum into its RECORD."""
+    """Writes the requirement into a wheel's METADATA and relative folders into its libraries, and
+    the new checksums into its RECORD."""
     with zipfile.ZipFile(wheel) as archive:
         files = [(info, archive.read(info)) for info in archive.infolist()]
-    metadata = next(narrowed(data.decode()).encode() for info, data in files
-                    if info.filename.endswith('.dist-info/METADATA'))
-    digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b'=').decode()
+    record = ''
     with zipfile.ZipFile(wheel, 'w', zipfile.ZIP_DEFLATED) as archive:
-        for info, data in files:
+        for info, data in sorted(files, key=lambda file: file[0].filename.endswith('/RECORD')):
             if info.filename.endswith('.dist-info/METADATA'):
-                data = metadata
+                data = narrowed(data.decode()).encode()
+            elif info.filename.endswith('.so'):
+                data = relocatable(data)
             elif info.filename.endswith('.dist-info/RECORD'):
-                line = rf'\1,sha256={digest},{len(metadata)}'
-                pattern = r'^(.*\.dist-info/METADATA),.*$'
-                data = re.sub(pattern, line, data.decode(), flags=re.M).encode()
+                data = (record + f'{info.filename},,\n').encode()
             archive.writestr(info, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()
+            record += f'{info.filename},sha256={digest},{len(data)}\n'
 
 
 def build_wheel(folder: str, settings: Settings = None, metadata: str | None = None) -> str:
