@@ -150,7 +150,7 @@ inline const std::vector<RevolveRow> revolve{
     {100, {4950, 845, 490, 374, 316, 280, 255, 245, 234, 222}},
 };
 
-/// For 100 stages: units, and T(100, units) - 100.
+/// Units of 100 stages, and T(100, units) - 100.
 struct MixedRow {
   int64_t units, extra;
 };

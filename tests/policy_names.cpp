@@ -17,7 +17,7 @@ TEST_CASE("a name keeps the call that made the value", "[policy]") {
   KernelCounter kernels;
   const Tensor x = leaf({2, 3, 4}), w = leaf({5, 4}), b = leaf({5});
   const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
-    // For a 3-d input linear is view, addmm, view: the named value is a view of what addmm made.
+    // The linear of a 3-d input is view, addmm, view: the named value is a view of what addmm made.
     const Tensor hidden = remat::checkpoint_name(at::linear(x.sin(), w, b), "hidden");
     return remat::checkpoint_name(hidden.sigmoid(), "active").exp();
   };

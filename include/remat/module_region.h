@@ -83,7 +83,7 @@ class REMAT_API ModuleRegion {
   bool was_cloned_ = false;
 };
 
-/// While alive, registers the module's present training flags, and its buffers if its policy says
+/// Registers, while alive, the module's present training flags, and its buffers if its policy says
 /// so. Recomputes of enclosing regions and of regions that begin on this thread see them.
 class REMAT_API ModuleStateGuard : ScopeGuard {
  public:

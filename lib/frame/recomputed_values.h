@@ -78,8 +78,8 @@ struct RecomputedValues {
   std::unique_ptr<const StreamsBeside> beside{};
   /// Shows recorders the live bytes; null if the region is not recorded.
   std::shared_ptr<RecomputedBytes> recorded{};
-  /// For each position, for strict_unpack and groups: the engine's id of the backward that read the
-  /// value, or -1.
+  /// The backward that read each position, by the engine's id; -1: none. For strict_unpack and
+  /// groups.
   std::vector<int64_t> handed_to;
 
  private:

@@ -272,7 +272,7 @@ class Simulator {
   std::vector<Frame> frames_;
   std::vector<std::size_t> owner_;  // the innermost frame of a stage
   std::vector<int64_t> holders_of_x_;
-  // Returns true if an outermost region begins with the stage and holds its input.
+  // Stages with which an outermost region begins, which holds the input of the stage.
   std::vector<bool> region_holds_;
   std::vector<int64_t> calls_, stopped_calls_;  // complete calls; calls that early stop ended
   MoveCost moving_{};

@@ -218,7 +218,7 @@ class FrontierTable {
   std::vector<int64_t> sweep_bytes_;  // bytes to run the stages of a sub-chain without saving
   std::vector<Level> levels_;         // the last one is the chain's
   std::deque<Staircase> staircases_;
-  /// For each stage, if tensors may move: the staircases of the chain from that stage on.
+  /// The staircases of the chain from each stage on, if tensors may move.
   std::vector<std::map<Before, Staircase>> moving_;
   double store_ticks_ = 0, load_ticks_ = 0, busy_ticks_ = 0;  // per byte
   Envelope envelope_;

@@ -353,8 +353,8 @@ TEST_CASE("catch by std::exception does not see the stop", "[rule-5]") {
   CHECK(caught.count() == 0);
 }
 
-/// True if the current test case holds in a process of its own; one that is terminated does not.
-/// There, `f`.
+/// Runs the current test case in a process of its own, which calls `f`, and checks that `f` held
+/// there and that nothing terminated the process.
 template <class F>
 void check_in_a_child(F f) {
   if (std::getenv("REMAT_TEST_CHILD") != nullptr) {

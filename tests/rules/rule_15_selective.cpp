@@ -343,7 +343,7 @@ TEST_CASE("kept casts of autocast are replayed", "[rule-15]") {
     at::autocast::set_autocast_enabled(at::kCPU, before);
     return result;
   };
-  // For forward and backward: products, casts.
+  // Counts of products and casts, in forward and in backward.
   const auto runs = [&](const std::vector<std::string>& ops) {
     const auto regions = [&](const Tensor& x, const Tensor& w) {
       return cast([&] { return checkpoint(saving(ops), f, checkpoint(saving(ops), f, x, w), w); });
