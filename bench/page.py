@@ -347,7 +347,7 @@ def main():
             "time.", "", *facts(machine, every), ""]
     for name, question, words in sections:
         command = " ".join(["./dev bench", name, *machine["arguments"]])
-        page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "",
+        page += [f"## {question}", "", textwrap.fill(words, 100, break_on_hyphens=False), "",
                  f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
             plots[f"{file}.svg"] = picture
