@@ -260,8 +260,10 @@ int run(const Options& options) {
   draw(trainings, text.training_batch(options.batch_size, random), limit_bytes, options.out);
   record(trainings[2], text.training_batch(options.batch_size, random), options.out);
 
-  std::printf("With a limit of %s bytes of activations, between the two peaks:\n",
-              grouped(limit_bytes).c_str());
+  std::printf(
+      "With a limit of %s bytes of activations, between the two peaks. The limit in the error\n"
+      "also counts parameters, gradients and optimizer states:\n",
+      grouped(limit_bytes).c_str());
   const bool plain_fails = !trains_within(plain, text, options, limit_bytes);
   const bool checkpointed_works = trains_within(checkpointed, text, options, limit_bytes);
   if (!plain_fails) std::printf("FAILED: the plain run should not fit.\n");
