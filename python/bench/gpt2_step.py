@@ -24,6 +24,7 @@ from measure import Side, parse, print_line, rounds, say
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt2 import small_gpt2  # noqa: E402
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 BLOCKS, WIDTH, VOCABULARY = 12, 64, 64
 # Batches, and what of upstream's step is wanted.
@@ -69,6 +70,7 @@ def sides_of(ids: torch.Tensor) -> list[Side]:
 
 def main() -> None:
     options = parse(__doc__ or "")
+    logging.set_verbosity_error()    # its notes would stand in the table
     say(f"GPT2 of {BLOCKS} blocks of width {WIDTH}, {VOCABULARY} ids")
     say(
         f"{'a step [ms]':24} {'plain':>8} {'upstream':>9} {'drop-in':>8} {'/ upstream':>11} "
