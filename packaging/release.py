@@ -145,6 +145,8 @@ def notes(text, number):
 def main():
     torch = sys.argv[1]
     os.umask(0o022)
+    # A cache would hand over objects of other folders, with the paths of those.
+    os.environ["CCACHE_DISABLE"] = "1"
     clone()
     number = version()
     found = output_of(sys.executable, TREE / "tools/find_torch.py", torch).split("\n")

